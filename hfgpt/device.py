@@ -1,0 +1,196 @@
+"""What the machine offers, and the choices that follow from it: device, precision, compilation, threads."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import shutil
+import sys
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from hfgpt.errors import UserError
+
+# Compiling for a CPU takes 20 to 70 seconds, as much as it saves in about this many passes of a small model.
+SHORT_RUN_FORWARD_PASSES = 200
+
+
+@dataclass(frozen=True)
+class Precision:
+    """`name` as Accelerate's `mixed_precision` spells it ("no" is float32), and why it was chosen."""
+
+    name: Literal["bf16", "fp16", "no"]
+    reason: str
+
+
+@dataclass(frozen=True)
+class CompileChoice:
+    """Whether to compile the model, and why."""
+
+    enabled: bool
+    reason: str
+
+
+def default_device() -> torch.device:
+    """The accelerator that torch finds, else the CPU."""
+    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+
+
+def synchronize(device: torch.device) -> None:
+    """Waits until the device has done all that was asked of it; a CPU always has."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def device_name(device: torch.device) -> str:
+    """The exact name of a CUDA device, or the model name of the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    if device.type != "cpu":
+        return device.type
+    return _cpuinfo("model name") or platform.processor() or platform.machine()
+
+
+def choose_precision(requested: str, device: torch.device) -> Precision:
+    """What to compute in; weights and optimizer state stay float32 in any case.
+
+    `requested` is "auto", "bf16", "fp16" or "no". "auto" follows the accelerate configuration if that names
+    bf16 or fp16, else the hardware. Raises UserError for what the device cannot do.
+    """
+    name, reason = requested, "requested"
+    if requested == "auto":
+        launcher = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+        if launcher == "no":
+            return _native_precision(device)
+        name, reason = launcher, "from the accelerate configuration"
+    where = f"mixed_precision {name} ({reason})"
+    if name == "bf16":
+        if device.type == "cuda" and not _cuda_has_bf16(device):
+            raise UserError(f"{where}: {device_name(device)} has no bf16; use fp16, or auto to choose it")
+        if device.type == "cpu" and not _cpu_has_bf16():
+            reason += "; this CPU has no bf16 instructions, float32 would be faster"
+        return Precision("bf16", reason)
+    if name == "fp16":
+        if device.type != "cuda":
+            raise UserError(f"{where}: fp16 needs a CUDA device, this is {device.type}; use bf16, no or auto")
+        return Precision("fp16", f"{reason}, with loss scaling")
+    if name == "no":
+        return Precision("no", reason)
+    raise UserError(f"{where}: not one of auto, bf16, fp16, no")
+
+
+def _native_precision(device: torch.device) -> Precision:
+    if device.type == "cuda":
+        if _cuda_has_bf16(device):
+            return Precision("bf16", "the card computes bf16 natively")
+        return Precision("fp16", "the card has no bf16; fp16 with loss scaling")
+    if device.type == "cpu" and _cpu_has_bf16():
+        return Precision("bf16", "the CPU has bf16 instructions")
+    return Precision("no", f"no native bf16 on this {device.type}; float32")
+
+
+def _cuda_has_bf16(device: torch.device) -> bool:
+    with torch.cuda.device(device):
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+
+
+def _cpu_has_bf16() -> bool:
+    flags = (_cpuinfo("flags") or _cpuinfo("Features")).split()  # x86 says flags, ARM says Features
+    return not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(flags)
+
+
+def _cpuinfo(key: str) -> str:
+    """The first value of `key` in Linux's list of processors, or an empty string."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return ""
+    return next((line.split(":", 1)[1].strip() for line in lines if line.split(":")[0].strip() == key), "")
+
+
+def choose_compile(requested: str | bool, device: torch.device, forward_passes: int) -> CompileChoice:
+    """Whether to compile the model for a run of `forward_passes` micro-batches on this process.
+
+    `requested` is "auto", True or False. Raises UserError where True cannot work.
+    """
+    if requested is False:
+        return CompileChoice(False, "requested")
+    missing = _missing_for_compile(device)
+    if requested is True:
+        if missing:
+            raise UserError(f"torch_compile true: {missing}; use auto or false to run without compilation")
+        return CompileChoice(True, "requested")
+    if missing:
+        return CompileChoice(False, missing)
+    if device.type == "cpu" and forward_passes < SHORT_RUN_FORWARD_PASSES:
+        few = f"{forward_passes} forward passes, fewer than {SHORT_RUN_FORWARD_PASSES}"
+        return CompileChoice(False, f"{few}, do not repay compilation")
+    return CompileChoice(True, "a compiler is at hand and the run is long enough")
+
+
+def _missing_for_compile(device: torch.device) -> str | None:
+    """What torch.compile lacks here, or None. Looks only; nothing is compiled."""
+    from torch._dynamo.eval_frame import check_if_dynamo_supported
+
+    try:
+        check_if_dynamo_supported()
+    except RuntimeError as error:
+        return str(error)
+    if device.type not in ("cpu", "cuda"):
+        return f"compilation is not tried on {device.type}"
+    if device.type == "cuda":
+        if importlib.util.find_spec("triton") is None:
+            return "triton is not installed"
+        major, minor = torch.cuda.get_device_capability(device)
+        if major < 7:
+            return f"triton needs compute capability 7.0, this card has {major}.{minor}"
+        compilers = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]  # triton's own search
+    else:
+        default = {"darwin": "clang++", "win32": "cl"}.get(sys.platform, "g++")
+        compilers = [os.environ.get("CXX", default)]  # inductor's own search
+    if not any(map(shutil.which, compilers)):
+        return f"no compiler ({' or '.join(compilers)}) on the PATH"
+    headers = sysconfig.get_path("include")
+    if not (Path(headers) / "Python.h").exists():
+        return f"Python.h is not in {headers} (install Python's development package)"
+    return None
+
+
+def available_cores() -> int:
+    """Cores this process may use: its affinity, or the container's CPU quota where that is less."""
+    try:
+        cores = len(os.sched_getaffinity(0))
+    except AttributeError:  # macOS, Windows
+        cores = os.cpu_count() or 1
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        if quota != "max":
+            cores = min(cores, max(1, int(quota) // int(period)))
+    except (OSError, ValueError):
+        pass
+    return cores
+
+
+def use_all_cores(local_processes: int) -> int:
+    """Gives this process its share of the machine's cores as torch threads, and returns that number.
+
+    `accelerate launch` sets one thread per process, which leaves the other cores of a CPU run idle.
+    """
+    threads = max(1, available_cores() // local_processes)
+    torch.set_num_threads(threads)
+    return threads
+
+
+def memory_bytes(device: torch.device) -> int | None:
+    """Total memory of the CUDA device, or of the machine; None where it cannot be told."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[1]
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        return None

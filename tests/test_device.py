@@ -1,0 +1,170 @@
+"""The automatic choices, on machines described by what the probes return."""
+
+import os
+import sysconfig
+
+import pytest
+import torch
+
+from hfgpt import device
+from hfgpt.errors import UserError
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda:0")
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch):
+    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
+    monkeypatch.delenv("CXX", raising=False)
+
+
+@pytest.fixture
+def cuda_unreachable(monkeypatch):
+    def raises(*args, **kwargs):
+        raise AssertionError("torch.cuda was asked on a CPU run")
+
+    names = (
+        "is_available is_bf16_supported get_device_properties get_device_name current_device device_count "
+        "get_device_capability mem_get_info synchronize init"
+    )
+    for name in names.split():
+        monkeypatch.setattr(torch.cuda, name, raises)
+
+
+def probe(monkeypatch, *, cpu_flags: str = "", cuda_bf16: bool = False) -> None:
+    monkeypatch.setattr(device, "_cpuinfo", lambda key: cpu_flags if key == "flags" else "")
+    monkeypatch.setattr(device, "_cuda_has_bf16", lambda which: cuda_bf16)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda which: "Tesla T4")
+
+
+@pytest.mark.parametrize(
+    ("where", "probes", "name"),
+    [
+        (CUDA, {"cuda_bf16": True}, "bf16"),
+        (CUDA, {"cuda_bf16": False}, "fp16"),
+        (CPU, {"cpu_flags": "sse avx512_bf16 avx2"}, "bf16"),
+        (CPU, {"cpu_flags": "amx_bf16"}, "bf16"),
+        (CPU, {"cpu_flags": "sse avx512f"}, "no"),
+        (CPU, {"cpu_flags": ""}, "no"),
+        (torch.device("mps"), {}, "no"),
+    ],
+)
+def test_auto_precision(monkeypatch, where, probes, name):
+    probe(monkeypatch, **probes)
+    choice = device.choose_precision("auto", where)
+    assert choice.name == name and choice.reason
+
+
+def test_arm_says_features(monkeypatch):
+    monkeypatch.setattr(device, "_cpuinfo", lambda key: "asimd bf16" if key == "Features" else "")
+    assert device.choose_precision("auto", CPU).name == "bf16"
+
+
+def test_the_accelerate_configuration_wins_over_auto_only(monkeypatch):
+    probe(monkeypatch, cuda_bf16=True)
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
+    chosen = device.choose_precision("auto", CUDA)
+    assert chosen.name == "fp16" and chosen.reason.startswith("from the accelerate configuration")
+    assert device.choose_precision("no", CUDA).name == "no"
+    with pytest.raises(UserError, match=r"accelerate configuration.*cpu"):
+        device.choose_precision("auto", CPU)
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    assert device.choose_precision("auto", CUDA).name == "bf16"
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
+    with pytest.raises(UserError, match="fp8"):
+        device.choose_precision("auto", CUDA)
+
+
+def test_precision_that_cannot_work_is_refused(monkeypatch):
+    probe(monkeypatch)
+    with pytest.raises(UserError, match=r"fp16 .*cpu"):
+        device.choose_precision("fp16", CPU)
+    with pytest.raises(UserError, match="Tesla T4 has no bf16; use fp16"):
+        device.choose_precision("bf16", CUDA)
+    with pytest.raises(UserError, match=r"fp32.*auto, bf16, fp16, no"):
+        device.choose_precision("fp32", CPU)
+    assert "float32 would be faster" in device.choose_precision("bf16", CPU).reason
+
+
+def test_a_cpu_run_never_asks_cuda(cuda_unreachable):
+    for requested in ("auto", "bf16", "no"):
+        device.choose_precision(requested, CPU)
+    with pytest.raises(UserError):
+        device.choose_precision("fp16", CPU)
+    device.choose_compile("auto", CPU, 10_000)
+    device.synchronize(CPU)
+    assert device.device_name(CPU)
+    assert device.memory_bytes(CPU) is None or device.memory_bytes(CPU) > 2**27
+    assert device.use_all_cores(1) >= 1
+
+
+@pytest.fixture
+def compiler(monkeypatch, tmp_path):
+    """A machine with g++ and Python.h, whatever this one has."""
+    (tmp_path / "Python.h").touch()
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+    monkeypatch.setattr(device.shutil, "which", lambda name: f"/usr/bin/{name}" if name == "g++" else None)
+    return tmp_path
+
+
+def test_auto_compile_needs_a_compiler_and_a_long_run(compiler, monkeypatch):
+    assert device.choose_compile("auto", CPU, 200).enabled
+    short = device.choose_compile("auto", CPU, 199)
+    assert not short.enabled and "199" in short.reason
+    assert device.choose_compile(True, CPU, 1).enabled
+    assert not device.choose_compile(False, CPU, 10_000).enabled
+
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    missing = device.choose_compile("auto", CPU, 10_000)
+    assert not missing.enabled and "no-such-compiler" in missing.reason
+    with pytest.raises(UserError, match=r"no-such-compiler.*auto or false"):
+        device.choose_compile(True, CPU, 10_000)
+    assert not device.choose_compile(False, CPU, 10_000).enabled
+
+
+def test_auto_compile_needs_pythons_headers(compiler):
+    (compiler / "Python.h").unlink()
+    choice = device.choose_compile("auto", CPU, 10_000)
+    assert not choice.enabled and "Python.h" in choice.reason
+
+
+def test_auto_compile_off_where_torch_cannot(compiler, monkeypatch):
+    def unsupported():
+        raise RuntimeError("Python 4 not yet supported for torch.compile")
+
+    monkeypatch.setattr("torch._dynamo.eval_frame.check_if_dynamo_supported", unsupported)
+    choice = device.choose_compile("auto", CPU, 10_000)
+    assert not choice.enabled and "Python 4" in choice.reason
+    assert not device.choose_compile("auto", torch.device("mps"), 10_000).enabled
+
+
+def test_auto_compile_on_cuda(compiler, monkeypatch):
+    monkeypatch.setattr(device.shutil, "which", lambda name: f"/usr/bin/{name}" if name == "gcc" else None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda which: (8, 9))
+    monkeypatch.setattr(device.importlib.util, "find_spec", lambda name: None)
+    assert "triton" in device.choose_compile("auto", CUDA, 10).reason
+    monkeypatch.setattr(device.importlib.util, "find_spec", lambda name: object())
+    assert device.choose_compile("auto", CUDA, 10).enabled
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda which: (6, 1))
+    assert "6.1" in device.choose_compile("auto", CUDA, 10).reason
+
+
+def test_all_cores_are_shared_between_the_processes(monkeypatch):
+    before = torch.get_num_threads()
+    try:
+        monkeypatch.setattr(device, "available_cores", lambda: 6)
+        assert device.use_all_cores(1) == torch.get_num_threads() == 6
+        assert device.use_all_cores(4) == torch.get_num_threads() == 1
+        assert device.use_all_cores(8) == torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="Linux only")
+@pytest.mark.parametrize(
+    ("quota", "cores"), [("max 100000", 8), ("250000 100000", 2), ("50000 100000", 1), ("", 8)]
+)
+def test_cores_by_affinity_and_quota(monkeypatch, quota, cores):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    monkeypatch.setattr(device.Path, "read_text", lambda path: quota)
+    assert device.available_cores() == cores
