@@ -1,0 +1,208 @@
+"""Callbacks for the `Pretrainer` and for transformers' own `Trainer`: throughput and MFU, perplexity."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import TrainerCallback
+
+from hfgpt.device import synchronize
+from hfgpt.errors import UserError
+from hfgpt.flops import Peak, device_peak, mfu, recomputed_flops_per_token, training_flops_per_token
+
+logger = logging.getLogger(__name__)
+
+
+class MFUCallback(TrainerCallback):
+    """Adds `step_seconds, tokens_per_second, mfu, peak_tflops, peak_source` to each training log.
+
+    They cover the steps since the last log: from step end to step end, waiting for data included; evaluation,
+    saving and the first `warmup_steps` steps of the process (compilation) are outside the clock. Where no
+    counted step is left, the figures are None. `hfu` (recomputation counted as work) is added when gradient
+    checkpointing is on; `mfu` never counts it.
+
+    With transformers' Trainer, callbacks given to the constructor run after the trackers. To let the trackers
+    see the figures, put this one behind the first, which decides what is due:
+
+        figures = MFUCallback(tokens_per_step=524_288, sequence_length=1024)
+        trainer.callback_handler.callbacks.insert(1, figures)
+
+    tokens_per_step: tokens of one step over all processes. None takes what the trainer counts
+        (`TrainingArguments(include_num_input_tokens_seen=...)`; "non_padding" leaves padding out).
+    sequence_length: tokens per row, for the attention term. None takes the model's `n_positions`.
+    peak_tflops: dense peak of one device. None looks the device up, or measures a matmul at train begin.
+    precision: "bf16", "fp16" or "no", for the look-up. None takes it from the training arguments or weights.
+    clock: seconds, rising.
+    """
+
+    def __init__(
+        self,
+        tokens_per_step: int | None = None,
+        sequence_length: int | None = None,
+        peak_tflops: float | None = None,
+        precision: str | None = None,
+        warmup_steps: int = 1,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.tokens_per_step = tokens_per_step
+        self.sequence_length = sequence_length
+        self.precision = precision
+        self.warmup_steps = warmup_steps
+        self.clock = clock
+        self.peak = None if peak_tflops is None else Peak(peak_tflops, "given")
+        self.total_seconds = 0.0  # counted seconds of training so far; a resumed run sets what it had
+        self._process_steps = 0
+        self._warned = False
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs) -> None:
+        counted_by_trainer = getattr(args, "include_num_input_tokens_seen", "no")
+        if self.tokens_per_step is None and counted_by_trainer in ("no", False):
+            raise UserError(
+                "MFUCallback cannot tell the tokens of a step: pass tokens_per_step, or set "
+                'include_num_input_tokens_seen="all" in the TrainingArguments'
+            )
+        weight = next(model.parameters())
+        self._device = weight.device
+        self._devices = _devices(args)
+        if self.peak is None:
+            self.peak = device_peak(self._device, self.precision or _precision(args, weight.dtype))
+        model = _unwrap(model)
+        if self.sequence_length is None:
+            self.sequence_length = model.config.n_positions
+            logger.warning(
+                "MFU counts attention over n_positions = %d; pass sequence_length if rows are shorter",
+                self.sequence_length,
+            )
+        self._flops = training_flops_per_token(model.config, self.sequence_length)
+        self._recomputed_flops = (
+            recomputed_flops_per_token(model.config, self.sequence_length)
+            if any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+            else 0
+        )
+        self._tokens_seen = state.num_input_tokens_seen
+        self._open_window()
+        self._mark = self.clock()
+
+    def on_step_end(self, args, state, control, **kwargs) -> None:
+        self._process_steps += 1
+        tokens = self.tokens_per_step or state.num_input_tokens_seen - self._tokens_seen
+        self._tokens_seen = state.num_input_tokens_seen
+        if self._process_steps > self.warmup_steps:
+            self._window_steps += 1
+            self._window_tokens += tokens
+        self._lap(_something_due(control) or self._process_steps == self.warmup_steps)
+
+    def on_epoch_end(self, args, state, control, **kwargs) -> None:
+        self._lap(_something_due(control))
+
+    def on_log(self, args, state, control, logs=None, **kwargs) -> None:
+        if "loss" not in logs:  # an evaluation, or the summary at the end
+            return
+        self._lap(wait=True)
+        figures = self._figures()
+        logs.update(figures)
+        # transformers' Trainer keeps a copy made before the callbacks.
+        if state.log_history and state.log_history[-1].get("step") == state.global_step:
+            state.log_history[-1].update(figures)
+        self._open_window()
+
+    def on_evaluate(self, args, state, control, **kwargs) -> None:
+        self._mark = self.clock()
+
+    def on_save(self, args, state, control, **kwargs) -> None:
+        self._mark = self.clock()
+
+    def _open_window(self) -> None:
+        self._window_seconds, self._window_steps, self._window_tokens = 0.0, 0, 0
+
+    def _lap(self, wait: bool) -> None:
+        """Counts the time since the last mark, unless still warming up; `wait` for the device first.
+
+        Between logs nobody waits: launch times are early, but the window closes on a device that is done.
+        """
+        if wait:
+            synchronize(self._device)
+        now = self.clock()
+        if self._process_steps > self.warmup_steps:
+            self.total_seconds += now - self._mark
+            self._window_seconds += now - self._mark
+        self._mark = now
+
+    def _figures(self) -> dict[str, Any]:
+        assert self.peak is not None
+        figures: dict[str, Any] = {"step_seconds": None, "tokens_per_second": None, "mfu": None}
+        if self._window_steps and self._window_seconds > 0:
+            rate = self._window_tokens / self._window_seconds
+            figures["step_seconds"] = self._window_seconds / self._window_steps
+            figures["tokens_per_second"] = rate
+            if self.peak.tflops is not None:
+                figures["mfu"] = mfu(rate, self._flops, self.peak.tflops, self._devices)
+                if self._recomputed_flops:
+                    all_flops = self._flops + self._recomputed_flops
+                    figures["hfu"] = mfu(rate, all_flops, self.peak.tflops, self._devices)
+                if figures["mfu"] > 1 and not self._warned:
+                    self._warned = True
+                    logger.warning(
+                        "MFU is %.2f, above 1: check the peak (%s TFLOP/s, %s) and the tokens per step",
+                        figures["mfu"],
+                        self.peak.tflops,
+                        self.peak.source,
+                    )
+        return {**figures, "peak_tflops": self.peak.tflops, "peak_source": self.peak.source}
+
+
+class PerplexityCallback(TrainerCallback):
+    """Adds `eval_perplexity` = exp(`eval_loss`) to evaluation logs and metrics (`eval_X_...` for a split X).
+
+    It is the perplexity of the text if `eval_loss` is the mean over all tokens. transformers' Trainer
+    averages over rows, which is the same when all rows have equally many targets.
+    """
+
+    def on_log(self, args, state, control, logs=None, **kwargs) -> None:
+        _add_perplexity(logs)
+        if state.log_history:
+            _add_perplexity(state.log_history[-1])
+
+    def on_evaluate(self, args, state, control, metrics=None, **kwargs) -> None:
+        if metrics is not None:
+            _add_perplexity(metrics)
+
+
+def _add_perplexity(logs: dict[str, Any]) -> None:
+    for key in [key for key in logs if key.startswith("eval_") and key.endswith("_loss")]:
+        try:
+            perplexity = math.exp(logs[key])
+        except OverflowError:
+            perplexity = math.inf
+        logs.setdefault(key.removesuffix("loss") + "perplexity", perplexity)
+
+
+def _something_due(control) -> bool:
+    return control.should_log or control.should_evaluate or control.should_save
+
+
+def _unwrap(model):
+    """The model inside DistributedDataParallel and torch.compile."""
+    for name in ("module", "_orig_mod", "module"):
+        model = getattr(model, name, model)
+    return model
+
+
+def _devices(args) -> int:
+    """Devices at work: processes, times the cards of each where torch.nn.DataParallel drives several."""
+    processes = getattr(args, "world_size", None) or int(os.environ.get("WORLD_SIZE", 1))
+    return processes * max(1, getattr(args, "n_gpu", 1))
+
+
+def _precision(args, weight_dtype: torch.dtype) -> str:
+    if getattr(args, "bf16", False):
+        return "bf16"
+    if getattr(args, "fp16", False):
+        return "fp16"
+    return {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(weight_dtype, "no")
