@@ -1,0 +1,325 @@
+"""`PretrainConfig`: every setting of a run, read from a recipe, a YAML file and the command line, checked in one go."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import math
+import os
+import types
+import typing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from hfgpt.configuration_hfgpt import MODEL_SIZES, model_fields
+from hfgpt.errors import UserError
+
+Auto = Literal["auto"]
+Schedule = Literal["cosine_with_min_lr", "warmup_stable_decay", "linear", "constant", "constant_with_warmup"]
+_LENGTHS = ("max_steps", "max_tokens", "num_train_epochs")
+_WITH_MIN_LR = ("cosine_with_min_lr", "warmup_stable_decay")
+
+
+def _f(default: Any, help: str) -> Any:
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The arithmetic of one step: tokens_per_step = micro_batch x sequence_length x accumulation x processes."""
+
+    micro_batch: int
+    sequence_length: int
+    accumulation: int
+    processes: int
+
+    @property
+    def blocks_per_step(self) -> int:
+        return self.micro_batch * self.accumulation * self.processes
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.blocks_per_step * self.sequence_length
+
+
+@dataclass(frozen=True)
+class PretrainConfig:
+    """Settings of one pretraining run. Raises UserError, with every problem found, when they cannot work."""
+
+    output_dir: str = _f("out/run", "run folder: run.json, metrics.jsonl, checkpoints")
+    run_name: str | None = _f(None, "name shown by trackers; default: the folder's name")
+    seed: int = _f(1337, "decides initialisation, order of the text, and dropout")
+    model: str | dict[str, Any] = _f(
+        "gpt2-125m",
+        f"size ({', '.join(MODEL_SIZES)}) or GPT2Config fields, which may start from a size: {{size: ..}}",
+    )
+    dataset: str = _f("embedded", "Hub id, local file, folder or glob (parquet, jsonl, txt), or embedded")
+    dataset_name: str | None = _f(None, "configuration of a Hub dataset, such as sample-10BT")
+    dataset_split: str = _f("train", "split of a Hub dataset")
+    dataset_revision: str | None = _f(None, "commit, tag or branch of a Hub dataset")
+    text_column: str = _f("text", "column that holds the text")
+    eval_dataset: str | None = _f(
+        None, "local path, or split of the Hub dataset; default: held out of the text"
+    )
+    tokenizer: str = _f("gpt2", "Hub id or folder, char, or bpe-N (trained on the text, N entries)")
+    streaming: bool | Auto = _f("auto", "stream documents, or hold the text in memory; auto: by size")
+    sequence_length: int = _f(1024, "tokens per sequence in training")
+    tokens_per_step: int | None = _f(None, "target tokens in one step over all processes")
+    per_device_train_batch_size: int = _f(8, "micro-batch: sequences per forward pass on one process")
+    gradient_accumulation_steps: int | None = _f(None, "micro-batches per step; follows from tokens_per_step")
+    per_device_eval_batch_size: int | None = _f(
+        None, "sequences per forward pass in evaluation; default: as training"
+    )
+    max_steps: int | None = _f(None, "length of the run in steps")
+    max_tokens: int | None = _f(None, "or in target tokens")
+    num_train_epochs: float | None = _f(None, "or in passes over a text that is held in memory")
+    learning_rate: float = _f(6e-4, "peak learning rate")
+    min_learning_rate: float | None = _f(None, "where the decay ends; default: a tenth of learning_rate")
+    lr_scheduler_type: Schedule = _f("cosine_with_min_lr", "shape of the learning rate")
+    warmup_steps: int = _f(0, "steps until the peak")
+    weight_decay: float = _f(0.1, "of matrices and embeddings; biases and norms have none")
+    adam_beta1: float = _f(0.9, "")
+    adam_beta2: float = _f(0.95, "")
+    adam_epsilon: float = _f(1e-8, "")
+    max_grad_norm: float = _f(1.0, "gradient clipping; 0: none")
+    mixed_precision: Literal["auto", "bf16", "fp16", "no"] = _f("auto", "auto: the best this device can do")
+    torch_compile: bool | Auto = _f("auto", "auto: where there is a compiler and the run repays it")
+    gradient_checkpointing: bool = _f(False, "recompute activations in backward: less memory, more time")
+    logging_steps: int = _f(10, "steps between training records")
+    eval_steps: int = _f(250, "steps between evaluations, also after the last step; 0: never")
+    eval_tokens: int | None = _f(None, "target tokens of an evaluation; default: all held-out text")
+    save_steps: int = _f(1000, "steps between checkpoints, also after the last step; 0: only then")
+    save_total_limit: int | None = _f(None, "checkpoints kept")
+    resume_from_checkpoint: str = _f("never", "checkpoint folder, latest (if there is one), or never")
+    dataloader_num_workers: int = _f(1, "processes that read and tokenise streamed text ahead")
+    report_to: str = _f("none", "trackers, comma-separated: tensorboard, wandb, trackio, mlflow")
+
+    def __post_init__(self) -> None:
+        if problems := self._problems():
+            raise UserError(*problems)
+
+    @classmethod
+    def from_cli(
+        cls, defaults: dict[str, Any] | None = None, argv: list[str] | None = None
+    ) -> PretrainConfig:
+        """The recipe's `defaults`, under `--config file.yaml`, under `--key value` of `argv` (default: sys.argv)."""
+        parser = argparse.ArgumentParser(allow_abbrev=False, argument_default=argparse.SUPPRESS)
+        parser.add_argument("--config", metavar="FILE.yaml", help="settings under the same keys")
+        for spec in dataclasses.fields(cls):
+            default = (defaults or {}).get(spec.name, spec.default)
+            text = f"{spec.metadata['help']} (default: {default})".replace("%", "%%").strip()
+            parser.add_argument(f"--{spec.name}", metavar="VALUE", nargs="?", const="true", help=text)
+        known, unknown = parser.parse_known_args(argv)
+        command_line = vars(known)
+        value_follows = False
+        for argument in unknown:
+            if argument.startswith("--"):
+                command_line[argument[2:].split("=")[0]] = None
+            elif not value_follows:
+                raise UserError(f"{argument}: not a flag; settings are given as --key value")
+            value_follows = argument.startswith("--") and "=" not in argument
+        path = command_line.pop("config", None)
+        return cls.from_layers(defaults or {}, _read_yaml(path) if path else {}, command_line)
+
+    @classmethod
+    def from_layers(cls, *layers: dict[str, Any]) -> PretrainConfig:
+        """Later layers win; text is converted to each field's type."""
+        merged: dict[str, Any] = {}
+        for layer in layers:
+            if any(key in layer for key in _LENGTHS):  # a run has one length: the last one stated
+                merged = {key: value for key, value in merged.items() if key not in _LENGTHS}
+            merged.update(layer)
+        hints = typing.get_type_hints(cls)
+        problems, values = [], {}
+        for key, value in merged.items():
+            if key not in hints:
+                near = difflib.get_close_matches(key, hints, n=1, cutoff=0.5)
+                problems.append(
+                    f"--{key}: no such setting; " + (f"did you mean --{near[0]}?" if near else "see --help")
+                )
+                continue
+            try:
+                values[key] = convert(value, hints[key])
+            except ValueError:
+                problems.append(f"{key}={value}: must be {_describe(hints[key])}")
+        if problems:
+            if any(key in merged for key in _LENGTHS):  # one that was not readable is no missing one
+                values = {"max_steps": 1} | {
+                    key: value for key, value in values.items() if key not in _LENGTHS
+                }
+            try:
+                cls(**values)
+            except UserError as error:
+                problems += error.problems
+            raise UserError(*problems)
+        return cls(**values)
+
+    def batch(self, processes: int) -> Batch:
+        """How one step is cut over `processes`. Raises UserError with sizes that fit when it cannot be."""
+        per_pass = self.per_device_train_batch_size * self.sequence_length * processes
+        stated, accumulation = self.tokens_per_step, self.gradient_accumulation_steps
+        parts = (
+            f"per_device_train_batch_size={self.per_device_train_batch_size} x sequence_length="
+            f"{self.sequence_length} x {processes} process{'es' if processes > 1 else ''} = {per_pass}"
+        )
+        if accumulation is None:
+            if stated is not None and stated % per_pass:
+                blocks, rest = divmod(stated, self.sequence_length * processes)
+                fits = [str(b) for b in range(1, min(blocks, 512) + 1) if blocks % b == 0] if not rest else []
+                fits = [b for b in fits if int(b) <= 4 * self.per_device_train_batch_size]
+                out = f"micro-batches that fit: {', '.join(fits)}; or " if fits else ""
+                low = max(stated // per_pass, 1) * per_pass
+                raise UserError(
+                    f"tokens_per_step={stated} is not a multiple of {parts}; "
+                    f"{out}tokens_per_step={low} or {low + per_pass} would fit"
+                )
+            accumulation = stated // per_pass if stated is not None else 1
+        elif stated is not None and stated != per_pass * accumulation:
+            raise UserError(
+                f"tokens_per_step={stated} and gradient_accumulation_steps={accumulation} disagree: {parts}, times "
+                f"{accumulation} is {per_pass * accumulation}; leave one of the two out"
+            )
+        return Batch(self.per_device_train_batch_size, self.sequence_length, accumulation, processes)
+
+    def end_learning_rate(self) -> float:
+        """Learning rate after the decay."""
+        return 0.1 * self.learning_rate if self.min_learning_rate is None else self.min_learning_rate
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    def _problems(self) -> list[str]:
+        problems = []
+
+        def check(key: str, fine: bool, need: str) -> bool:
+            if not fine:
+                problems.append(f"{key}={getattr(self, key)}: must be {need}")
+            return fine
+
+        def positive(key: str) -> bool:
+            value = getattr(self, key)
+            return check(key, value is None or (value > 0 and math.isfinite(value)), "greater than 0")
+
+        batch_keys = (
+            "sequence_length",
+            "tokens_per_step",
+            "per_device_train_batch_size",
+            "gradient_accumulation_steps",
+        )
+        sizes_fine = all([positive(key) for key in batch_keys])
+        for key in (*_LENGTHS, "per_device_eval_batch_size", "learning_rate", "logging_steps", "eval_tokens"):
+            positive(key)
+        positive("save_total_limit")
+        positive("adam_epsilon")
+        for key in ("warmup_steps", "weight_decay", "max_grad_norm", "eval_steps", "save_steps", "seed"):
+            check(key, getattr(self, key) >= 0, "0 or more")
+        check("dataloader_num_workers", self.dataloader_num_workers >= 0, "0 or more")
+        for key in ("adam_beta1", "adam_beta2"):
+            check(key, 0 <= getattr(self, key) < 1, "at least 0 and below 1")
+        lengths = [key for key in _LENGTHS if getattr(self, key) is not None]
+        if len(lengths) != 1:
+            given = " and ".join(lengths) or "nothing"
+            problems.append(f"{given} given: state the length of the run by one of {', '.join(_LENGTHS)}")
+        if self.min_learning_rate is not None:
+            if self.lr_scheduler_type not in _WITH_MIN_LR:
+                problems.append(
+                    f"min_learning_rate={self.min_learning_rate}: lr_scheduler_type={self.lr_scheduler_type} has no "
+                    f"such end; leave it out, or use {' or '.join(_WITH_MIN_LR)}"
+                )
+            check(
+                "min_learning_rate", 0 <= self.min_learning_rate <= self.learning_rate, "0 to learning_rate"
+            )
+        if self.lr_scheduler_type == "constant":
+            check(
+                "warmup_steps", self.warmup_steps == 0, "0 with a constant rate; or use constant_with_warmup"
+            )
+        try:
+            n_positions = model_fields(self.model).get("n_positions", 1024)
+            if self.sequence_length > n_positions:
+                problems.append(
+                    f"sequence_length={self.sequence_length} is above the model's n_positions={n_positions}; "
+                    f'shorten it, or set --model \'{{"size": .., "n_positions": {self.sequence_length}}}\''
+                )
+        except UserError as error:
+            problems += error.problems
+        if sizes_fine:
+            try:
+                self.batch(int(os.environ.get("WORLD_SIZE", "1")))
+            except UserError as error:
+                problems += error.problems
+        return problems
+
+
+def convert(value: Any, hint: Any) -> Any:
+    """`value` (text from a command line, or YAML) as the type `hint`; ValueError where it is not one."""
+    origin, options = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        for option in options:
+            try:
+                return convert(value, option)
+            except ValueError:
+                continue
+        raise ValueError
+    if origin is Literal:
+        text = "no" if value is False else value  # YAML reads a bare `no` as false
+        if text in options:
+            return text
+        raise ValueError
+    if origin is dict:
+        parsed = yaml.safe_load(value) if isinstance(value, str) and value.lstrip().startswith("{") else value
+        if isinstance(parsed, dict):
+            return parsed
+        raise ValueError
+    if hint is type(None):
+        if value is None or value in ("none", "null", "None"):
+            return None
+        raise ValueError
+    if hint is bool:
+        known = {"true": True, "false": False, "yes": True, "no": False, "1": True, "0": False}
+        return known[str(value).lower()] if str(value).lower() in known else _refuse()
+    if isinstance(value, bool | dict | list) or value is None:
+        raise ValueError
+    if hint is int:
+        number = float(value)  # 1e9 and 524_288 are whole numbers too
+        return (
+            int(value)
+            if str(value).lstrip("-").isdigit()
+            else int(number)
+            if number.is_integer()
+            else _refuse()
+        )
+    if hint is str and isinstance(value, str) and value.lstrip().startswith("{"):
+        raise ValueError
+    return hint(value)
+
+
+def _refuse() -> Any:
+    raise ValueError
+
+
+def _describe(hint: Any) -> str:
+    names = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "none"}
+    origin, options = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(_describe(option) for option in options if option is not type(None))
+    if origin is Literal:
+        return " or ".join(map(str, options))
+    return "a mapping of fields" if origin is dict else names[hint]
+
+
+def _read_yaml(path: str) -> dict[str, Any]:
+    try:
+        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"config={path}: {error.strerror}; name an existing YAML file") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"config={path}: not YAML: {' '.join(str(error).split())}") from None
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise UserError(f"config={path}: must hold `key: value` lines")
+    return {str(key): value for key, value in content.items()}

@@ -1,0 +1,257 @@
+"""The model: GPT-2's architecture, parameter names and shapes, as a transformers `PreTrainedModel`.
+
+What it saves is a GPT-2 checkpoint (`model_type: gpt2`, `architectures: ["GPT2LMHeadModel"]`), so stock
+transformers loads it without this package, and it loads stock GPT-2 folders.
+
+Shape suffixes: B batch, T query length, S key length, C width, H heads, D head size, V vocabulary, N tokens.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import DynamicCache, GenerationMixin, GPT2Config, PreTrainedModel
+from transformers import initialization as init
+from transformers.activations import ACT2FN
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.pytorch_utils import Conv1D
+
+# transformers renamed the cache argument and output from `past_key_values` to `cache`; we follow what is installed.
+_GENERATION_ARGS = inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
+CACHE_NAME = "cache" if "cache" in _GENERATION_ARGS else "past_key_values"
+
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    """GPT-2's GELU (tanh approximation)."""
+    return F.gelu(x, approximate="tanh")
+
+
+class Attention(nn.Module):
+    def __init__(self, config: GPT2Config, layer_idx: int) -> None:
+        super().__init__()
+        self.n_head, self.layer_idx, self.dropout = config.n_head, layer_idx, config.attn_pdrop
+        self.scale = (config.n_embd // config.n_head) ** -0.5 if config.scale_attn_weights else 1.0
+        if config.scale_attn_by_inverse_layer_idx:
+            self.scale /= layer_idx + 1
+        self.c_attn = Conv1D(3 * config.n_embd, config.n_embd)
+        self.c_proj = Conv1D(config.n_embd, config.n_embd)
+        self.c_proj.is_residual = True
+        self.resid_dropout = nn.Dropout(config.resid_pdrop)
+
+    def forward(self, x_BTC: Tensor, mask: Tensor | None, cache: Any) -> Tensor:
+        B, T, C = x_BTC.shape
+        q, k, v = (
+            part.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)
+            for part in self.c_attn(x_BTC).split(C, dim=2)
+        )
+        if cache is not None:
+            k, v = cache.update(k, v, self.layer_idx)
+        y_BHTD = F.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            attn_mask=mask,
+            dropout_p=self.dropout if self.training else 0.0,
+            is_causal=mask is None and T > 1,
+            scale=self.scale,
+        )
+        return self.resid_dropout(self.c_proj(y_BHTD.transpose(1, 2).reshape(B, T, C)))
+
+
+class MLP(nn.Module):
+    def __init__(self, config: GPT2Config) -> None:
+        super().__init__()
+        inner = config.n_inner or 4 * config.n_embd
+        self.c_fc = Conv1D(inner, config.n_embd)
+        self.c_proj = Conv1D(config.n_embd, inner)
+        self.c_proj.is_residual = True
+        name = config.activation_function
+        self.act = gelu_tanh if name in ("gelu_new", "gelu_pytorch_tanh") else ACT2FN[name]
+        self.dropout = nn.Dropout(config.resid_pdrop)
+
+    def forward(self, x_BTC: Tensor) -> Tensor:
+        return self.dropout(self.c_proj(self.act(self.c_fc(x_BTC))))
+
+
+class Block(GradientCheckpointingLayer):
+    def __init__(self, config: GPT2Config, layer_idx: int) -> None:
+        super().__init__()
+        self.ln_1 = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
+        self.attn = Attention(config, layer_idx)
+        self.ln_2 = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
+        self.mlp = MLP(config)
+
+    def forward(self, x_BTC: Tensor, mask: Tensor | None, cache: Any = None) -> Tensor:
+        x_BTC = x_BTC + self.attn(self.ln_1(x_BTC), mask, cache)
+        return x_BTC + self.mlp(self.ln_2(x_BTC))
+
+
+class Transformer(nn.Module):
+    def __init__(self, config: GPT2Config) -> None:
+        super().__init__()
+        self.wte = nn.Embedding(config.vocab_size, config.n_embd)
+        self.wpe = nn.Embedding(config.n_positions, config.n_embd)
+        self.drop = nn.Dropout(config.embd_pdrop)
+        self.h = nn.ModuleList(Block(config, i) for i in range(config.n_layer))
+        self.ln_f = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
+
+    def forward(self, x_BTC: Tensor, positions: Tensor, mask: Tensor | None, cache: Any) -> Tensor:
+        x_BTC = self.drop(x_BTC + self.wpe(positions))
+        for block in self.h:
+            x_BTC = block(x_BTC, mask, cache=cache)
+        return self.ln_f(x_BTC)
+
+
+def attention_mask_BHTS(attention_mask: Tensor | None, x_BTC: Tensor, past: int) -> Tensor | None:
+    """Boolean mask (True: may attend) that broadcasts to (B, H, T, S), or None for plain causal attention.
+
+    `attention_mask` is (B, S) with 0 on padding, or a ready 4-D mask. A padded query sees itself alone: a row with
+    nothing to see would be NaN, and would spread from there.
+    """
+    if attention_mask is not None and attention_mask.dim() == 4:
+        return attention_mask
+    T = x_BTC.shape[1]
+    if attention_mask is None and (past == 0 or T == 1):
+        return None
+    key = torch.arange(past + T, device=x_BTC.device)
+    query = key[past:, None]
+    mask = key <= query
+    if attention_mask is None:
+        return mask
+    return mask & (attention_mask[:, None, None, :].bool() | (key == query))
+
+
+def head_loss(x_NC: Tensor, weight_VC: Tensor, target_N: Tensor, chunk_size: int | None = None) -> Tensor:
+    """Sum over tokens of the negative log-likelihood in nats, float32 scalar; targets of -100 do not count.
+
+    With `chunk_size` the logits of at most that many tokens exist at a time.
+    """
+    chunked = chunk_size is not None and x_NC.shape[0] > chunk_size
+    autocast = torch.is_autocast_enabled(x_NC.device.type)
+    # The chunked function of torch knows nothing of autocast: it would return a loss with bf16's three digits.
+    if hasattr(F, "linear_cross_entropy") and not (chunked and autocast) and not _pads(weight_VC):
+        options = None
+        if chunked:
+            options = nn.LinearCrossEntropyOptions(batch_chunk_size=chunk_size, allow_retain_graph=True)
+        return F.linear_cross_entropy(x_NC, weight_VC, target_N, reduction="sum", options=options)
+    if not chunked:
+        return _plain_head_loss(x_NC, weight_VC, target_N)
+    pairs = zip(x_NC.split(chunk_size), target_N.split(chunk_size), strict=True)  # type: ignore[arg-type]
+    losses = [checkpoint(_plain_head_loss, x, weight_VC, target, use_reentrant=False) for x, target in pairs]
+    return torch.stack(losses).sum()
+
+
+def _pads(weight_VC: Tensor) -> bool:
+    """Tensor cores want a vocabulary that is a multiple of 64."""
+    return weight_VC.is_cuda and weight_VC.shape[0] % 64 != 0
+
+
+def _plain_head_loss(x_NC: Tensor, weight_VC: Tensor, target_N: Tensor) -> Tensor:
+    V = weight_VC.shape[0]
+    if _pads(weight_VC):
+        weight_VC = F.pad(weight_VC, (0, 0, 0, -V % 64))
+    logits_NV = F.linear(x_NC, weight_VC)[:, :V]
+    return F.cross_entropy(logits_NV.float(), target_N, reduction="sum")
+
+
+class GPT2LMHeadModel(PreTrainedModel, GenerationMixin):
+    """GPT-2 with its language-model head. The name is GPT-2's because `save_pretrained` writes it into config.json.
+
+    `head_chunk_size` (attribute, default None) bounds the tokens whose logits exist at a time in the loss.
+    """
+
+    config_class = GPT2Config
+    base_model_prefix = "transformer"
+    supports_gradient_checkpointing = True
+    accepts_loss_kwargs = True  # forward takes num_items_in_batch, so transformers' Trainer need not divide
+    head_chunk_size: int | None = None
+    _no_split_modules = ["Block"]  # noqa: RUF012
+    _supports_sdpa = True
+    _tied_weights_keys = {"lm_head.weight": "transformer.wte.weight"}  # noqa: RUF012
+    # Causal-mask buffers that older GPT-2 files carry; the dot keeps `attn.c_attn.bias` out of the pattern.
+    _keys_to_ignore_on_load_unexpected = [r"\.attn\.bias$", r"\.attn\.masked_bias$"]  # noqa: RUF012
+
+    def __init__(self, config: GPT2Config) -> None:
+        super().__init__(config)
+        self.transformer = Transformer(config)
+        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.transformer.wte
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        self.transformer.wte = value
+
+    def _init_weights(self, module: nn.Module) -> None:
+        """GPT-2's initialisation: normal(0, 0.02); projections onto the residual stream / sqrt(2 L); norms 1, 0."""
+        std = self.config.initializer_range
+        if isinstance(module, Conv1D):
+            residual = getattr(module, "is_residual", False)
+            init.normal_(module.weight, std=std / math.sqrt(2 * self.config.n_layer) if residual else std)
+            init.zeros_(module.bias)
+        elif isinstance(module, nn.Embedding | nn.Linear):
+            init.normal_(module.weight, std=std)
+        elif isinstance(module, nn.LayerNorm):
+            init.ones_(module.weight)
+            init.zeros_(module.bias)
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        cache: Any = None,
+        past_key_values: Any = None,
+        labels: Tensor | None = None,
+        shift_labels: Tensor | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        return_dict: bool | None = None,
+    ) -> CausalLMOutputWithPast | tuple[Any, ...]:
+        """
+        Args:
+            input_ids: (B, T) token ids; or `inputs_embeds` (B, T, C).
+            attention_mask: (B, S), 0 on padding; S is T plus what the cache holds.
+            labels: (B, T) as in Hugging Face: the same ids as the input; position t is scored on labels[t + 1].
+            shift_labels: (B, T), already shifted: position t is scored on shift_labels[t]. -100 is not scored.
+            num_items_in_batch: what the summed loss is divided by; default: the number of scored targets.
+            logits_to_keep: logits of the last so many positions only (0: all), or of these positions.
+
+        Returns: the loss alone with `shift_labels`, and with `labels` in training mode, so that no logits leave the
+        head; otherwise logits (B, T, V), the loss if there are labels, and the cache if it is used.
+        """
+        cache = cache if cache is not None else past_key_values
+        x_BTC = inputs_embeds if inputs_embeds is not None else self.transformer.wte(input_ids)
+        use_cache = self.config.use_cache if use_cache is None else use_cache
+        if use_cache and not self.training and cache is None and labels is None and shift_labels is None:
+            cache = DynamicCache(config=self.config)
+        past = cache.get_seq_length() if cache is not None else 0
+        if position_ids is None:
+            position_ids = torch.arange(past, past + x_BTC.shape[1], device=x_BTC.device)[None]
+        mask = attention_mask_BHTS(attention_mask, x_BTC, past)
+        x_BTC = self.transformer(x_BTC, position_ids, mask, cache)
+
+        loss = logits = None
+        loss_alone = shift_labels is not None or (self.training and labels is not None)
+        if labels is not None:
+            shift_labels = F.pad(labels, (0, 1), value=-100)[:, 1:]
+        if shift_labels is not None:
+            loss = head_loss(
+                x_BTC.flatten(0, 1), self.lm_head.weight, shift_labels.flatten().long(), self.head_chunk_size
+            )
+            loss = loss / ((shift_labels != -100).sum() if num_items_in_batch is None else num_items_in_batch)
+        if not loss_alone:
+            keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+            logits = self.lm_head(x_BTC[:, keep])
+        output = CausalLMOutputWithPast(loss=loss, logits=logits, **{CACHE_NAME: cache})
+        return output if return_dict is None or return_dict else output.to_tuple()

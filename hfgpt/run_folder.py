@@ -1,0 +1,86 @@
+"""The run folder: the one place that knows its file names, and the records in it."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+CHECKPOINT = re.compile(r"^checkpoint-(\d+)$")
+LATEST = "checkpoint-latest"
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Whole or not at all: written aside, then renamed over `path`."""
+    aside = path.with_name(f".{path.name}.tmp")
+    with open(aside, "w", encoding="utf-8") as file:
+        json.dump(content, file, indent=2, ensure_ascii=False)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(aside, path)
+
+
+class RunFolder:
+    """`output_dir`: run.json, metrics.jsonl, ledger.jsonl and the checkpoints of one run.
+
+    Only the main process writes; elsewhere (`writes=False`) every record is dropped.
+    """
+
+    def __init__(self, path: str | Path, writes: bool = True) -> None:
+        self.path, self.writes = Path(path), writes
+        self.run_json = self.path / "run.json"
+        self.metrics = self.path / "metrics.jsonl"
+        self.ledger = self.path / "ledger.jsonl"
+
+    def checkpoint(self, step: int) -> Path:
+        return self.path / f"checkpoint-{step}"
+
+    def checkpoints(self) -> list[Path]:
+        """Checkpoint folders, newest (highest step) first, whole or not."""
+        if not self.path.is_dir():
+            return []
+        found = [path for path in self.path.iterdir() if CHECKPOINT.match(path.name) and path.is_dir()]
+        return sorted(found, key=lambda path: -int(path.name.split("-")[1]))
+
+    def holds_run(self) -> bool:
+        return self.metrics.exists() or self.run_json.exists() or bool(self.checkpoints())
+
+    def start(self, facts: dict[str, Any]) -> None:
+        if self.writes:
+            self.path.mkdir(parents=True, exist_ok=True)
+            write_json(self.run_json, facts)
+
+    def record(self, **values: Any) -> None:
+        """One line of metrics.jsonl. Numbers that JSON does not have (NaN, infinity) become null."""
+        values = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
+        self._append(self.metrics, {**values, "time": time.time()})
+
+    def record_text(self, **values: Any) -> None:
+        """One line of ledger.jsonl: what text went into a step."""
+        self._append(self.ledger, values)
+
+    def rewind(self, step: int) -> None:
+        """Drop the records of steps after `step`, which a resumed run makes again, and a line cut short."""
+        for path in (self.metrics, self.ledger):
+            if not self.writes or not path.exists():
+                continue
+            kept = []
+            for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+                try:
+                    if line.endswith("\n") and json.loads(line)["step"] <= step:
+                        kept.append(line)
+                except (ValueError, KeyError, TypeError):
+                    continue
+            aside = path.with_name(f".{path.name}.tmp")
+            aside.write_text("".join(kept), encoding="utf-8")
+            os.replace(aside, path)
+
+    def _append(self, path: Path, values: dict[str, Any]) -> None:
+        if self.writes:
+            with open(path, "a", encoding="utf-8") as file:
+                file.write(json.dumps(values, ensure_ascii=False) + "\n")
