@@ -1,0 +1,425 @@
+"""The endless streams of token blocks: pure functions of (seed, position).
+
+A block is `sequence_length` + 1 consecutive tokens at stride `sequence_length`; a step takes
+`blocks_per_step` blocks over all processes. Neither depends on how a step is cut over processes and
+workers: each owns a contiguous range of the step's blocks, so putting the parts side by side restores it.
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+from collections import Counter, deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch.utils.data
+import xxhash
+
+from hfgpt.data.sources import Source, Unusable
+from hfgpt.data.tokenization import Encoder
+from hfgpt.errors import UserError
+
+MAX_STREAMS = 96
+PARTS_PER_STREAM = 8
+WINDOW_ROWS = 1024
+CACHED_UNITS = 4
+COUNTED_BYTES = 32 * 2**20
+
+
+@dataclass
+class StepBatch:
+    """One step's blocks for one process.
+
+    `blocks`: int32 [blocks_per_step / world, sequence_length + 1]. `position`: this process's share of the
+    position after the step, see `merge_positions`. `skipped`: rows passed over for this step, by reason.
+    """
+
+    blocks: np.ndarray
+    position: dict[str, Any]
+    skipped: dict[str, int] = field(default_factory=dict)
+
+
+class MemoryBlocks:
+    """Blocks of one run of `tokens` in memory.
+
+    Each epoch shifts the block borders by a phase and permutes the blocks, both keyed by seed and epoch;
+    the epochs follow each other without a break. Position: `{"epoch": int, "block": int}`, the next block
+    within the epoch's order.
+    """
+
+    def __init__(
+        self,
+        tokens: np.ndarray,
+        *,
+        seed: int,
+        sequence_length: int,
+        blocks_per_step: int,
+        fingerprint: dict[str, Any],
+    ) -> None:
+        if len(tokens) <= sequence_length:
+            raise UserError(
+                f"dataset: {len(tokens):,} training tokens are fewer than one block, which takes "
+                f"sequence_length={sequence_length} plus one; use a shorter sequence_length or more text"
+            )
+        self.tokens, self.seed = tokens, seed
+        self.sequence_length, self.blocks_per_step = sequence_length, blocks_per_step
+        self.divisible = blocks_per_step
+        self._phases = min(sequence_length, len(tokens) - sequence_length)
+        self.blocks_per_epoch = (len(tokens) - self._phases) // sequence_length
+        self.fingerprint = {
+            "stream": "memory",
+            "seed": seed,
+            "sequence_length": sequence_length,
+            "blocks_per_step": blocks_per_step,
+            **fingerprint,
+        }
+
+    def start(self) -> dict[str, Any]:
+        return {"epoch": 0, "block": 0}
+
+    def steps(self, position: dict[str, Any], first: int, last: int) -> Iterator[StepBatch]:
+        """Blocks `first` to `last` of each step from `position` on."""
+        epoch, block = int(position["epoch"]), int(position["block"])
+        starts = self._epoch_starts(epoch)
+        while True:
+            taken = starts[block : block + self.blocks_per_step]
+            block += len(taken)
+            while len(taken) < self.blocks_per_step:
+                epoch += 1
+                starts = self._epoch_starts(epoch)
+                block = min(self.blocks_per_step - len(taken), len(starts))
+                taken = np.concatenate((taken, starts[:block]))
+            blocks = _windows(self.tokens, taken[first:last], self.sequence_length)
+            yield StepBatch(blocks, {"epoch": epoch, "block": block})
+
+    def _epoch_starts(self, epoch: int) -> np.ndarray:
+        phase = _hash(self.seed, epoch, 0) % self._phases
+        count = (len(self.tokens) - phase - 1) // self.sequence_length
+        return phase + self.sequence_length * permutation(count, self.seed, epoch, 1)
+
+
+class HeldOut(NamedTuple):
+    """Validation rows of a source: those of `unit` from `row` on, and all units after it."""
+
+    unit: int
+    row: int
+
+
+class _Document(NamedTuple):
+    """Tokens of one document, where it lies, and the rows passed over since the document before it."""
+
+    place: list[int]
+    ids: np.ndarray
+    skipped: Counter[str]
+
+
+class DocumentStream:
+    """Blocks of shuffled documents, packed end to end, from a source of any size.
+
+    The step is cut into V logical streams, V being the divisor of `blocks_per_step` up to 96 that has the
+    most divisors itself, so that many world sizes fit it. Each epoch permutes the units (cut into parts
+    where they are few); stream i reads every V-th from the i-th on, and inside a unit shuffles windows of
+    up to 1,024 rows. All of it is keyed by seed, epoch and place, so nothing random is stored. A stream
+    carries a document over from block to block, and moves to its next epoch on its own.
+
+    Position: `{"streams": [[epoch, unit, window, document, token], ...]}`, one cursor for each stream,
+    which points at the first token of its next block.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        encoder: Encoder,
+        *,
+        seed: int,
+        sequence_length: int,
+        blocks_per_step: int,
+        held_out: HeldOut | None,
+        exclude: frozenset[int],
+        fingerprint: dict[str, Any],
+    ) -> None:
+        """`exclude`: xxh3_64 of texts never to train on. Raises `UserError` for fewer rows than streams."""
+        self.source, self.encoder, self.seed, self.exclude = source, encoder, seed, exclude
+        self.sequence_length, self.blocks_per_step = sequence_length, blocks_per_step
+        self.held_out = held_out
+        self.streams = self.divisible = _count_streams(blocks_per_step)
+        self._cache: dict[int, list[str | Unusable]] = {}  # of the units read last, oldest first
+        self._epochs: dict[int, np.ndarray] = {}
+        self._parts = self._cut_units()
+        self.fingerprint = {
+            "stream": "documents",
+            "seed": seed,
+            "sequence_length": sequence_length,
+            "blocks_per_step": blocks_per_step,
+            **fingerprint,
+        }
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_cache": {}, "_epochs": {}}
+
+    def start(self) -> dict[str, Any]:
+        return {"streams": [[0, 0, 0, 0, 0] for _ in range(self.streams)]}
+
+    def steps(self, position: dict[str, Any], first: int, last: int) -> Iterator[StepBatch]:
+        """Blocks of the streams `first` to `last` of each step from `position` on, stream after stream."""
+        count = self.blocks_per_step // self.streams
+        readers = [_Reader(self, i, position["streams"][i]) for i in range(first, last)]
+        while True:
+            skipped: Counter[str] = Counter()
+            blocks = np.concatenate([reader.blocks(count, skipped) for reader in readers])
+            yield StepBatch(blocks, {"streams": [reader.cursor for reader in readers]}, dict(skipped))
+
+    def documents(self, stream: int, cursor: list[int]) -> Iterator[_Document]:
+        """The documents of one logical stream, endless, from the one at `cursor` on."""
+        epoch, first_place, first_window, first_row, _ = cursor
+        from_start, found, skipped = not (first_place or first_window or first_row), False, Counter[str]()
+        while True:
+            parts = self._epoch_parts(epoch)[stream :: self.streams]
+            for place in range(first_place, len(parts)):
+                rows = self._rows(*parts[place])
+                for window in range(first_window, math.ceil(len(rows) / WINDOW_ROWS)):
+                    chunk = rows[window * WINDOW_ROWS : (window + 1) * WINDOW_ROWS]
+                    order = permutation(len(chunk), self.seed, epoch, 2, stream, place, window)
+                    for row in range(first_row, len(chunk)):
+                        text = chunk[order[row]]
+                        if isinstance(text, Unusable):
+                            skipped[text.reason] += 1
+                        elif self.exclude and text_hash(text) in self.exclude:
+                            skipped["in_validation"] += 1
+                        else:
+                            found = True
+                            [ids] = self.encoder.encode([text])
+                            yield _Document([epoch, place, window, row], ids, skipped)
+                            skipped = Counter()
+                    first_row = 0
+                first_window = 0
+            if from_start and not found:
+                raise self._too_few(f"number {stream} found none ({dict(skipped)} passed over)")
+            epoch, first_place, from_start, found = epoch + 1, 0, True, False
+
+    def _epoch_parts(self, epoch: int) -> np.ndarray:
+        """All rows (unit, part, parts) in the epoch's order: units shuffled, the parts of one side by side.
+
+        So neighbouring streams, which share a process, read the same unit at about the same time.
+        """
+        if epoch not in self._epochs:
+            by_unit = _hashes(self._parts[:, 0], self.seed, epoch, 3)
+            by_part = _hashes(np.arange(len(self._parts)), self.seed, epoch, 4)
+            self._epochs = {e: order for e, order in self._epochs.items() if e == epoch - 1}
+            self._epochs[epoch] = self._parts[np.lexsort((by_part, by_unit))]
+        return self._epochs[epoch]
+
+    def _cut_units(self) -> np.ndarray:
+        """All rows (unit, part, parts), int64: at least 8 for each stream if there are that many rows."""
+        units = len(self.source.units) if self.held_out is None else self.held_out.unit + 1
+        wanted = math.ceil(PARTS_PER_STREAM * self.streams / max(units, 1))
+        counts = [min(wanted, self._row_count(unit, wanted)) for unit in range(units)]
+        if sum(counts) < self.streams:
+            raise self._too_few(f"there are {sum(counts)}")
+        return np.array([(unit, part, n) for unit, n in enumerate(counts) for part in range(n)], np.int64)
+
+    def _row_count(self, unit: int, wanted: int) -> int:
+        """Rows of a unit for training; `wanted` where only reading much text could tell."""
+        rows = self.source.units[unit].rows
+        if rows is None and wanted > 1 and self.source.size_bytes <= COUNTED_BYTES:
+            rows = len(self._unit_rows(unit))
+        held_out = self.held_out is not None and unit == self.held_out.unit
+        limit = self.held_out.row if self.held_out and held_out else wanted
+        return min(limit, wanted if rows is None else rows)
+
+    def _rows(self, unit: int, part: int, parts: int) -> list[str | Unusable]:
+        rows = self._unit_rows(unit)
+        return rows[len(rows) * part // parts : len(rows) * (part + 1) // parts]
+
+    def _unit_rows(self, unit: int) -> list[str | Unusable]:
+        rows = self._cache.pop(unit, None)
+        if rows is None:
+            rows = self.source.read(self.source.units[unit])
+            if self.held_out is not None and unit == self.held_out.unit:
+                rows = rows[: self.held_out.row]
+        self._cache[unit] = rows
+        if len(self._cache) > CACHED_UNITS:
+            self._cache.pop(next(iter(self._cache)))
+        return rows
+
+    def _too_few(self, found: str) -> UserError:
+        return UserError(
+            f"dataset: too few training documents for {self.streams} streams, each of which needs one: {found}; "
+            f"use a smaller tokens_per_step (now {self.blocks_per_step} blocks) or streaming=false"
+        )
+
+
+class _Reader:
+    """Packs the documents of one logical stream into blocks; `cursor` is where its next block starts."""
+
+    def __init__(self, stream: DocumentStream, index: int, cursor: list[int]) -> None:
+        self.cursor = list(cursor)
+        self._length = stream.sequence_length
+        self._documents = stream.documents(index, self.cursor)
+        self._pending: deque[_Document] = deque()
+
+    def blocks(self, count: int, skipped: Counter[str]) -> np.ndarray:
+        """The next `count` blocks, [count, sequence_length + 1]; rows passed over are added to `skipped`."""
+        if not self._pending:
+            self._pending.append(next(self._documents))
+            skipped.update(self._pending[0].skipped)
+        pieces: list[np.ndarray] = []
+        missing, offset = count * self._length + 1, self.cursor[-1]
+        while missing:
+            if len(pieces) == len(self._pending):
+                self._pending.append(next(self._documents))
+            pieces.append(self._pending[len(pieces)].ids[offset : offset + missing])
+            missing, offset = missing - len(pieces[-1]), 0
+        token = self.cursor[-1] + count * self._length
+        while token >= len(self._pending[0].ids):
+            token -= len(self._pending.popleft().ids)
+            # Counted when the cursor passes them, so that a resume counts none twice.
+            skipped.update(self._pending[0].skipped)
+        self.cursor = [*self._pending[0].place, token]
+        return _windows(np.concatenate(pieces), np.arange(count) * self._length, self._length)
+
+
+Stream = MemoryBlocks | DocumentStream
+
+
+def iterate(
+    stream: Stream, position: dict[str, Any] | None, *, rank: int = 0, world: int = 1, num_workers: int = 0
+) -> Iterator[StepBatch]:
+    """This process's share of each step, endless, from `position` (of all processes; None: the start) on.
+
+    With workers the steps are made ahead of time in background processes; the position still is that of
+    the batch it comes with. Raises `UserError` if the step cannot be cut over `world` processes, and for
+    faults of the text that workers meet.
+    """
+    if stream.divisible % world:
+        fitting = ", ".join(str(n) for n in _divisors(stream.divisible))
+        raise UserError(
+            f"tokens_per_step: {stream.blocks_per_step} blocks of sequence_length={stream.sequence_length} "
+            f"cannot be cut over {world} processes; numbers of processes that fit: {fitting}"
+        )
+    position = stream.start() if position is None else position
+    if isinstance(stream, DocumentStream) and len(position["streams"]) != stream.streams:
+        raise UserError(f"position of {len(position['streams'])} streams does not fit {stream.streams} streams")
+    share = stream.divisible // world
+    workers = effective_workers(stream, world, num_workers)
+    if not workers:
+        return stream.steps(position, rank * share, (rank + 1) * share)
+    return _from_workers(_WorkerParts(stream, position, rank * share, share), workers)
+
+
+def effective_workers(stream: Stream, world: int, num_workers: int) -> int:
+    """Worker processes that have something to do: none for blocks in memory, else one per logical stream."""
+    return 0 if isinstance(stream, MemoryBlocks) else min(num_workers, stream.divisible // world)
+
+
+class _WorkerParts(torch.utils.data.IterableDataset[Any]):
+    """Worker w of W makes the w-th part of each step; a `UserError` is handed over as the last item."""
+
+    def __init__(self, stream: Stream, position: dict[str, Any], first: int, count: int) -> None:
+        self.stream, self.position, self.first, self.count = stream, position, first, count
+
+    def __iter__(self) -> Iterator[StepBatch | UserError]:
+        worker = torch.utils.data.get_worker_info()
+        assert worker is not None
+        # Ctrl-C reaches the whole process group, and only the main process may decide what it means.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        first = self.first + self.count * worker.id // worker.num_workers
+        last = self.first + self.count * (worker.id + 1) // worker.num_workers
+        try:
+            yield from self.stream.steps(self.position, first, last)
+        except UserError as error:
+            yield error
+
+
+def _unchanged(item: Any) -> Any:
+    return item
+
+
+def _from_workers(parts: _WorkerParts, workers: int) -> Iterator[StepBatch]:
+    loader = torch.utils.data.DataLoader(
+        parts,
+        batch_size=None,
+        num_workers=workers,
+        collate_fn=_unchanged,
+        generator=torch.Generator(),  # or the loader would draw from the global one, which training uses
+    )
+    items = iter(loader)  # takes one item of each worker in turn
+    while True:
+        step: list[StepBatch] = []
+        for _ in range(workers):
+            item = next(items)
+            if isinstance(item, UserError):
+                raise item
+            step.append(item)
+        skipped = sum((Counter(part.skipped) for part in step), Counter[str]())
+        position = merge_positions([part.position for part in step])
+        yield StepBatch(np.concatenate([part.blocks for part in step]), position, dict(skipped))
+
+
+def merge_positions(positions: list[dict[str, Any]]) -> dict[str, Any]:
+    """The whole position from those of all processes in rank order; loads on any world size."""
+    if "streams" not in positions[0]:
+        assert all(position == positions[0] for position in positions), positions
+        return positions[0]
+    return {"streams": [cursor for position in positions for cursor in position["streams"]]}
+
+
+def check_fingerprint(saved: dict[str, Any], current: dict[str, Any]) -> None:
+    """Raise `UserError` naming each key whose value is not the one that the position was saved with."""
+    old, new = _flat(saved), _flat(current)
+    changed = [key for key in dict.fromkeys([*old, *new]) if old.get(key) != new.get(key)]
+    if changed:
+        details = "; ".join(f"{key} was {old.get(key)!r}, now {new.get(key)!r}" for key in changed)
+        raise UserError(
+            f"resume_from_checkpoint: the text is not the one this run was trained on ({details}); "
+            "restore these values, or start a new run in another output_dir"
+        )
+
+
+def _flat(fingerprint: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in fingerprint.items():
+        flat.update(_flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value})
+    return flat
+
+
+def text_hash(text: str) -> int:
+    """xxh3_64 of the UTF-8 bytes."""
+    return xxhash.xxh3_64_intdigest(text.encode())
+
+
+def permutation(count: int, *keys: int) -> np.ndarray:
+    """A permutation of range(count), int64, that depends on `keys` alone (numpy's own may change)."""
+    return np.argsort(_hashes(np.arange(count), *keys), kind="stable")
+
+
+def _hash(*keys: int) -> int:
+    state = np.zeros(1, np.uint64)
+    for key in keys:
+        state = _hashes(state ^ np.uint64(key % 2**64))
+    return int(state[0])
+
+
+def _hashes(values: np.ndarray, *keys: int) -> np.ndarray:
+    """64 well-mixed bits for each value: splitmix64 (Steele, Lea and Flood, 2014) seeded by `keys`."""
+    seed = np.uint64(_hash(*keys) if keys else 0)
+    bits = (values.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15) + seed
+    bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return bits ^ (bits >> np.uint64(31))
+
+
+def _windows(tokens: np.ndarray, starts: np.ndarray, length: int) -> np.ndarray:
+    return tokens[starts[:, None] + np.arange(length + 1)]
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def _count_streams(blocks_per_step: int) -> int:
+    candidates = [n for n in _divisors(blocks_per_step) if n <= MAX_STREAMS]
+    return max(candidates, key=lambda n: (len(_divisors(n)), n))
