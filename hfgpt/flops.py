@@ -79,10 +79,7 @@ def device_peak(device: torch.device, precision: str) -> Peak:
     rated = rated_tflops(name, precision)
     if rated is not None:
         return Peak(rated, f"rated: {name} {precision} dense")
-    try:
-        return measure_matmul_tflops(device, precision)
-    except RuntimeError as error:
-        return Peak(None, f"unknown: {precision} matmul failed on {name}: {str(error).splitlines()[0]}")
+    return measure_matmul_tflops(device, precision)
 
 
 def rated_tflops(name: str, precision: str) -> float | None:
@@ -98,9 +95,22 @@ def measure_matmul_tflops(device: torch.device, precision: str, seconds: float =
     """The fastest square matmul of about `seconds` of trying, as this process would run it.
 
     A CPU is measured with the threads in use, float32 on a CUDA card with the TF32 setting in use. Draws
-    nothing from torch's global random state.
+    nothing from torch's global random state. A device that cannot do it gives None.
     """
     dtype = _DTYPES[precision]
+    kind = str(dtype).removeprefix("torch.")
+    where = device_name(device)
+    if device.type == "cpu":
+        where += f", {torch.get_num_threads()} threads"
+    try:
+        flops_per_second, size = _fastest_matmul(device, dtype, seconds)
+    except RuntimeError as error:
+        return Peak(None, f"unknown: {kind} matmul failed on {where}: {str(error).splitlines()[0]}")
+    return Peak(flops_per_second / 1e12, f"measured: {size} x {size} {kind} matmul on {where}")
+
+
+def _fastest_matmul(device: torch.device, dtype: torch.dtype, seconds: float) -> tuple[float, int]:
+    """FLOP/s and size of the fastest one."""
     sizes, calls = ((512, 1024, 2048), 1) if device.type == "cpu" else ((4096, 8192), 8)
     generator = torch.Generator(device).manual_seed(0)
     best, best_size = 0.0, 0
@@ -122,8 +132,4 @@ def measure_matmul_tflops(device: torch.device, precision: str, seconds: float =
                 best, best_size = flops / (now - start), size
             if now - started > seconds * done / len(sizes):
                 break
-    where = device_name(device)
-    if device.type == "cpu":
-        where += f", {torch.get_num_threads()} threads"
-    kind = str(dtype).removeprefix("torch.")
-    return Peak(best / 1e12, f"measured: {best_size} x {best_size} {kind} matmul on {where}")
+    return best, best_size
