@@ -1,0 +1,183 @@
+"""Text from a checkpoint: load it, and sample with a KV cache within the context and a window beyond it."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoTokenizer,
+    DynamicCache,
+    LogitsProcessorList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from hfgpt.data.tokenization import unknown_characters
+from hfgpt.device import default_device
+from hfgpt.errors import UserError
+from hfgpt.modeling_hfgpt import GPT2LMHeadModel
+
+logger = logging.getLogger(__name__)
+
+
+def load_checkpoint(folder: str | Path, device: torch.device | None = None) -> tuple[GPT2LMHeadModel, Any]:
+    """Model (float32, evaluation mode) and tokenizer of a GPT-2 folder, ours or any other.
+
+    Raises UserError if the folder is missing, incomplete or unreadable, or if its tokenizer has more entries
+    than the model has rows.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise UserError(f"checkpoint {folder}: no such folder; give one that holds config.json")
+    if not (folder / "config.json").is_file():
+        inside = ", ".join(sorted(path.parent.name for path in folder.glob("*/config.json")))
+        found = f"one of its checkpoints ({inside})" if inside else "a folder written by save_pretrained"
+        raise UserError(f"checkpoint {folder}: no config.json, so not a checkpoint; give {found}")
+    if not any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json")):
+        raise UserError(f"checkpoint {folder}: no tokenizer.json; copy the tokenizer's files into it")
+    try:
+        model, loading = GPT2LMHeadModel.from_pretrained(
+            folder, dtype=torch.float32, output_loading_info=True, local_files_only=True
+        )
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # each reader of a broken file raises its own type
+        reason = " ".join(str(error).split())
+        raise UserError(f"checkpoint {folder}: cannot be read ({reason}); take another checkpoint") from error
+    if loading["missing_keys"]:
+        missing = sorted(loading["missing_keys"])
+        raise UserError(f"checkpoint {folder}: {len(missing)} weights are missing, such as {missing[0]}")
+    rows = model.config.vocab_size
+    if len(tokenizer) > rows:
+        raise UserError(
+            f"checkpoint {folder}: the tokenizer has {len(tokenizer)} entries and the model {rows} rows; "
+            "use the tokenizer that the model was trained with"
+        )
+    return model.to(device or default_device()).eval(), tokenizer
+
+
+def generate(
+    model: Any,
+    tokenizer: Any,
+    prompt: str,
+    *,
+    max_new_tokens: int = 200,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int | None = None,
+    num_samples: int = 1,
+) -> Iterator[str]:
+    """Yields `num_samples` continuations of `prompt`, without the prompt and the end-of-text token.
+
+    A sample ends at end-of-text or after `max_new_tokens`. An empty prompt starts from end-of-text, or from a
+    newline where the tokenizer has none. Beyond the model's positions each token is the model's answer to the
+    last `n_positions` ids. `temperature` 0 takes the likeliest token each time. The same `seed` gives the same
+    texts on one machine. Ids without a token (padded rows of the model) are never taken.
+
+    Any causal language model of transformers serves. Raises UserError, at once, for sizes that cannot be and
+    for characters that a character tokenizer lacks.
+    """
+    problems = [
+        f"{name} {value}: {rule}"
+        for name, value, wrong, rule in (
+            ("max_new_tokens", max_new_tokens, max_new_tokens < 1, "at least 1"),
+            ("num_samples", num_samples, num_samples < 1, "at least 1"),
+            ("temperature", temperature, not 0 <= temperature < float("inf"), "0 (greedy) or above"),
+            ("top_k", top_k, top_k is not None and top_k < 1, "at least 1, or left out"),
+            ("top_p", top_p, top_p is not None and not 0 < top_p <= 1, "above 0, up to 1, or left out"),
+        )
+        if wrong
+    ]
+    if problems:
+        raise UserError(*problems)
+    ids = _prompt_ids(tokenizer, prompt)
+    limit = model.config.max_position_embeddings
+    if len(ids) > limit:
+        logger.warning("the prompt has %d tokens, the model sees the last %d", len(ids), limit)
+        ids = ids[-limit:]
+    pick = _picker(len(tokenizer), temperature, top_k, top_p, seed)
+    samples = (_continue(model, ids, max_new_tokens, limit, tokenizer.eos_token_id, pick) for _ in range(num_samples))
+    return (tokenizer.decode(sample, clean_up_tokenization_spaces=False) for sample in samples)
+
+
+def _prompt_ids(tokenizer: Any, prompt: str) -> list[int]:
+    if prompt == "" and tokenizer.eos_token_id is not None:
+        return [tokenizer.eos_token_id]
+    text = prompt or "\n"
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"prompt {prompt!a}: not valid text at character {error.start}; use UTF-8") from error
+    unknown = unknown_characters(tokenizer, text)
+    if unknown:
+        listed = ", ".join(map(repr, unknown))
+        raise UserError(f"prompt: the tokenizer has no {listed}; leave these characters out")
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def _picker(
+    entries: int, temperature: float, top_k: int | None, top_p: float | None, seed: int | None
+) -> Callable[[torch.Tensor], int]:
+    """Chooses the next id, below `entries`, from logits [V]."""
+    if temperature == 0:
+        return lambda logits_V: int(logits_V[:entries].argmax())
+    # One generator on the CPU: the draws do not depend on the device, nor on torch's global random state.
+    generator = torch.Generator()
+    if seed is None:
+        generator.seed()
+    else:
+        generator.manual_seed(seed)
+    warpers = LogitsProcessorList([TemperatureLogitsWarper(float(temperature))])
+    if top_k is not None:
+        warpers.append(TopKLogitsWarper(top_k))
+    if top_p is not None:
+        warpers.append(TopPLogitsWarper(top_p))
+
+    def pick(logits_V: torch.Tensor) -> int:
+        scores_1V = logits_V[None, :entries].float().cpu()
+        scores_1V = scores_1V - scores_1V.max()  # a low temperature then gives -inf, never inf
+        probabilities_1V = warpers(None, scores_1V).softmax(-1)
+        return int(torch.multinomial(probabilities_1V, 1, generator=generator))
+
+    return pick
+
+
+@torch.no_grad()
+def _continue(
+    model: Any,
+    prompt_ids: list[int],
+    max_new_tokens: int,
+    limit: int,
+    eos: int | None,
+    pick: Callable[[torch.Tensor], int],
+) -> list[int]:
+    # transformers renamed this argument; both kinds fill the cache in place.
+    renamed = "cache" in inspect.signature(model.forward).parameters
+    cache_name = "cache" if renamed else "past_key_values"
+    cache, cached = DynamicCache(config=model.config), 0
+    ids = list(prompt_ids)
+    was_training = model.training
+    model.eval()
+    try:
+        # A compiled model would be compiled again for each length.
+        with torch.compiler.set_stance("force_eager"):
+            while len(ids) < len(prompt_ids) + max_new_tokens:
+                if len(ids) <= limit:
+                    part, options = ids[cached:], {cache_name: cache, "use_cache": True}
+                    cached = len(ids)
+                else:
+                    part, options = ids[-limit:], {"use_cache": False}
+                logits_BTV = model(torch.tensor([part], device=model.device), **options).logits
+                token = pick(logits_BTV[0, -1])
+                if token == eos:
+                    break
+                ids.append(token)
+    finally:
+        model.train(was_training)
+    return ids[len(prompt_ids) :]

@@ -1,0 +1,231 @@
+"""Sampling against stock `generate`, against no cache, and against the model on its last positions."""
+
+import string
+from collections import Counter
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from hfgpt import generation
+from hfgpt.data.tokenization import load_tokenizer, save_tokenizer
+from hfgpt.errors import UserError
+from hfgpt.generation import generate, load_checkpoint
+from hfgpt.modeling_hfgpt import GPT2LMHeadModel as OurModel
+
+LETTERS = "\n" + string.ascii_lowercase
+
+
+@pytest.fixture(scope="module")
+def letters():
+    return load_tokenizer("char", lambda: [LETTERS], model_max_length=16)
+
+
+@pytest.fixture(scope="module")
+def bpe():
+    return load_tokenizer("bpe-270", lambda: ["the cat sat on the mat and the dog sat on the log " * 20], 16)
+
+
+def tiny(kind=OurModel, **changes):
+    """Wide initial weights, so that the likeliest token changes along the way."""
+    torch.manual_seed(3)
+    sizes = {"vocab_size": len(LETTERS), "n_positions": 16, "n_embd": 32, "n_layer": 2, "n_head": 4}
+    config = GPT2Config(**{**sizes, "initializer_range": 0.3, **changes}, bos_token_id=0, eos_token_id=None)
+    return kind(config).eval()
+
+
+@pytest.fixture(params=[GPT2LMHeadModel, OurModel], ids=["stock", "ours"])
+def model(request):
+    return tiny(request.param)
+
+
+def text_of(model, tokenizer, prompt, **options) -> str:
+    return next(generate(model, tokenizer, prompt, **options))
+
+
+def test_greedy_equals_stock_generate(model, letters):
+    ids = letters("hello", return_tensors="pt")["input_ids"]
+    stock = GPT2LMHeadModel(model.config).eval()
+    stock.load_state_dict(model.state_dict())
+    expected = stock.generate(ids, do_sample=False, max_new_tokens=11, pad_token_id=0)[0, ids.shape[1] :]
+    text = text_of(model, letters, "hello", temperature=0, max_new_tokens=11)
+    assert text == letters.decode(expected) and len(set(text)) >= 3
+
+
+def test_cached_logits_equal_those_of_a_full_pass(model):
+    def run() -> tuple[list[int], list[torch.Tensor]]:
+        logits = []
+
+        def pick(logits_V):
+            logits.append(logits_V)
+            return int(logits_V.argmax())
+
+        return generation._continue(model, [5, 6, 7], 12, 16, None, pick), logits
+
+    new, logits = run()
+    with torch.no_grad():
+        full = model(torch.tensor([[5, 6, 7, *new]]), use_cache=False).logits[0, 2:-1]
+    assert (torch.stack(logits) - full).abs().max() < 1e-5
+    again, logits_again = run()
+    assert new == again and torch.equal(torch.stack(logits), torch.stack(logits_again))
+
+
+def test_beyond_the_context_the_last_positions_decide(model, letters):
+    prompt = "abcdefghij"
+    text = text_of(model, letters, prompt, temperature=0, max_new_tokens=20)
+    ids = letters(prompt + text)["input_ids"]
+    assert len(ids) == 30
+    with torch.no_grad():
+        for place in range(10, 30):
+            window = torch.tensor([ids[max(0, place - 16) : place]])
+            assert ids[place] == model(window).logits[0, -1].argmax()
+
+
+def test_a_long_prompt_is_cropped_with_a_warning(letters, caplog):
+    prompt = (string.ascii_lowercase * 2)[:40]
+    text = text_of(tiny(), letters, prompt, temperature=0, max_new_tokens=5)
+    assert text == text_of(tiny(), letters, prompt[-16:], temperature=0, max_new_tokens=5)
+    assert [record.message for record in caplog.records] == ["the prompt has 40 tokens, the model sees the last 16"]
+
+
+def test_an_empty_prompt_starts_from_a_separator(letters, bpe):
+    assert text_of(tiny(), letters, "", seed=1) == text_of(tiny(), letters, "\n", seed=1)
+    model = tiny(vocab_size=len(bpe))
+    from_separator = text_of(model, bpe, bpe.eos_token, temperature=0, max_new_tokens=5)
+    assert text_of(model, bpe, "", temperature=0, max_new_tokens=5) == from_separator
+
+
+def all_mass_on(model, row: int):
+    """Rigs the head: the given row gets all the mass, all other rows share the rest equally."""
+    with torch.no_grad():
+        model.transformer.ln_f.weight.zero_()
+        model.transformer.ln_f.bias.zero_()[1] = 1.0
+        model.transformer.wte.weight.zero_()[row, 1] = 50.0
+    return model
+
+
+def test_end_of_text_ends_the_sample(bpe):
+    model = all_mass_on(tiny(vocab_size=len(bpe)), bpe.eos_token_id)
+    for temperature in (0, 1.0):
+        assert list(generate(model, bpe, "the", temperature=temperature, num_samples=2, seed=0)) == ["", ""]
+
+
+def test_rows_without_a_token_are_never_taken():
+    characters = "".join(map(chr, range(0x4E00, 0x4E00 + 96))) + "\n"
+    tokenizer = load_tokenizer("char", lambda: [characters], model_max_length=4096)
+    assert len(tokenizer) == 97
+    model = all_mass_on(tiny(vocab_size=128, n_positions=4096, n_layer=1, n_embd=8, n_head=1), 100)
+    assert text_of(model, tokenizer, "\n", temperature=0, max_new_tokens=4) == "\n" * 4
+    draws = 2000
+    text = text_of(model, tokenizer, "\n", max_new_tokens=draws, seed=7)
+    counts = Counter(text)
+    assert len(text) == draws and set(counts) <= set(characters)
+    expected = draws / 97
+    chi_square = sum((counts[character] - expected) ** 2 / expected for character in characters)
+    assert 60 < chi_square < 140  # 96 degrees of freedom: 99.8 % of uniform draws
+
+
+def test_the_seed_alone_decides(letters):
+    model = tiny()
+    state = torch.get_rng_state()
+    first = list(generate(model, letters, "abc", seed=5, num_samples=3))
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.manual_seed(99)
+    assert list(generate(model, letters, "abc", seed=5, num_samples=2)) == first[:2]
+    assert len(set(first)) == 3
+    assert text_of(model, letters, "abc", seed=6) != first[0]
+    assert text_of(model, letters, "abc") != text_of(model, letters, "abc")
+
+
+def test_a_training_model_samples_without_dropout_and_goes_on_training(letters):
+    model = tiny(resid_pdrop=0.5, embd_pdrop=0.5)
+    expected = text_of(model, letters, "abc", seed=5, max_new_tokens=30)
+    model.train()
+    assert text_of(model, letters, "abc", seed=5, max_new_tokens=30) == expected
+    assert model.training
+
+
+@pytest.mark.parametrize("narrow", [{"top_k": 1}, {"top_p": 1e-9}, {"temperature": 1e-30}])
+def test_the_narrowest_draw_is_greedy(letters, narrow):
+    greedy = text_of(tiny(), letters, "abc", temperature=0, max_new_tokens=12)
+    assert text_of(tiny(), letters, "abc", seed=1, max_new_tokens=12, **narrow) == greedy
+
+
+def test_wide_limits_change_nothing(letters):
+    plain = text_of(tiny(), letters, "abc", seed=1)
+    assert text_of(tiny(), letters, "abc", seed=1, top_k=1000, top_p=1.0) == plain
+
+
+def test_wrong_values_are_refused_together_and_at_once(letters):
+    with pytest.raises(UserError) as refused:
+        generate(tiny(), letters, "a", max_new_tokens=0, num_samples=-1, temperature=-0.5, top_k=0, top_p=1.5)
+    problems = refused.value.problems
+    assert [problem.split(":")[0] for problem in problems] == [
+        "max_new_tokens 0", "num_samples -1", "temperature -0.5", "top_k 0", "top_p 1.5",
+    ]  # fmt: skip
+    with pytest.raises(UserError, match="'!', 'É'"):
+        generate(tiny(), letters, "aÉb!")
+    with pytest.raises(UserError, match="UTF-8"):
+        generate(tiny(), letters, "a\udcff")
+
+
+@pytest.fixture
+def checkpoint(tmp_path, letters):
+    folder = tmp_path / "run" / "checkpoint-3"
+    tiny().save_pretrained(folder)
+    save_tokenizer(letters, folder)
+    return folder
+
+
+@pytest.mark.parametrize("kind", [GPT2LMHeadModel, OurModel], ids=["stock", "ours"])
+def test_a_saved_model_writes_the_same_text(tmp_path, letters, kind):
+    folder, model = tmp_path / "model", tiny(kind)
+    expected = text_of(model, letters, "abc", seed=5)
+    model.save_pretrained(folder)
+    save_tokenizer(letters, folder)
+    loaded, tokenizer = load_checkpoint(folder, torch.device("cpu"))
+    assert text_of(loaded, tokenizer, "abc", seed=5) == expected
+    model.to(torch.bfloat16).save_pretrained(folder)
+    assert next(load_checkpoint(folder, torch.device("cpu"))[0].parameters()).dtype == torch.float32
+
+
+def refusal(folder) -> str:
+    with pytest.raises(UserError) as refused:
+        load_checkpoint(folder)
+    (problem,) = refused.value.problems
+    assert "\n" not in problem
+    return problem
+
+
+def test_what_is_no_checkpoint_is_refused(checkpoint, tmp_path):
+    assert "no such folder" in refusal(tmp_path / "nowhere")
+    assert "checkpoint-3" in refusal(checkpoint.parent)
+    (checkpoint / "config.json").write_text("{")
+    assert "config" in refusal(checkpoint)
+    (checkpoint / "config.json").unlink()
+    assert "no config.json" in refusal(checkpoint)
+
+
+def test_a_damaged_checkpoint_is_refused(checkpoint):
+    weights = checkpoint / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    assert "cannot be read" in refusal(checkpoint)
+    weights.unlink()
+    assert "model.safetensors" in refusal(checkpoint)
+    (checkpoint / "tokenizer.json").unlink()
+    assert "tokenizer.json" in refusal(checkpoint)
+
+
+def test_a_checkpoint_that_lacks_weights_is_refused(checkpoint):
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(checkpoint / "model.safetensors")
+    del weights["transformer.h.1.mlp.c_fc.weight"]
+    save_file(weights, checkpoint / "model.safetensors", metadata={"format": "pt"})
+    assert "transformer.h.1.mlp.c_fc.weight" in refusal(checkpoint)
+
+
+def test_a_tokenizer_larger_than_the_model_is_refused(checkpoint):
+    tiny(vocab_size=20).save_pretrained(checkpoint)
+    problem = refusal(checkpoint)
+    assert "27 entries" in problem and "20 rows" in problem
