@@ -1,0 +1,181 @@
+"""The `hfgpt` command, and how recipes and commands end: exit codes, one-line errors."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from hfgpt import __version__
+from hfgpt.errors import UserError
+
+app = typer.Typer(
+    name="hfgpt",
+    help="Pretrain a GPT-2-style model on the card you have.",
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+
+
+def run_recipe(main: Callable[[], Any]) -> None:
+    """Runs `main` and ends the process as users expect: `if __name__ == "__main__": run_recipe(main)`.
+
+    Returns when `main` does. UserError: each problem on one line of stderr, from the main process alone, and
+    exit code 2. KeyboardInterrupt: 130. Any other exception: traceback, one line with the cause last, 1.
+    """
+    try:
+        main()
+    except UserError as error:
+        if os.environ.get("RANK", "0") == "0":
+            for problem in error.problems:
+                print(f"error: {' '.join(problem.split())}", file=sys.stderr)
+        code = 2
+    except KeyboardInterrupt:
+        code = 130
+    except Exception as error:
+        traceback.print_exc()
+        cause = next((line for line in str(error).splitlines() if line.strip()), "no message")
+        print(f"error: {type(error).__name__}: {cause.strip()}", file=sys.stderr)
+        code = 1
+    else:
+        return
+    sys.stdout.flush()
+    sys.stderr.flush()
+    sys.exit(code)
+
+
+def main() -> None:
+    """The console entry point."""
+    run_recipe(_run_app)
+
+
+def _run_app() -> None:
+    try:
+        code = app(sys.argv[1:] or ["--help"], standalone_mode=False)
+    except typer.Abort as error:
+        raise KeyboardInterrupt from error
+    except Exception as error:
+        # Wrong use of the command line. Which module holds click's exceptions depends on the typer version.
+        if not hasattr(error, "format_message"):
+            raise
+        context = getattr(error, "ctx", None)
+        command = context.command_path if context else "hfgpt"
+        raise UserError(f"{error.format_message().rstrip('.')}; see {command} --help") from error
+    if code:
+        sys.exit(code)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"hfgpt {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def generate(
+    checkpoint: Annotated[Path, typer.Argument(help="Checkpoint folder: ours, or any GPT-2 model's.")],
+    prompt: Annotated[str, typer.Option("--prompt", help="Text to go on from.")] = "",
+    num_samples: Annotated[int, typer.Option("--num_samples", help="Texts to write.")] = 1,
+    max_new_tokens: Annotated[int, typer.Option("--max_new_tokens", help="Tokens per text, at most.")] = 200,
+    temperature: Annotated[float, typer.Option("--temperature", help="0: the likeliest token.")] = 1.0,
+    top_k: Annotated[int | None, typer.Option("--top_k", help="Draw from the k likeliest.")] = None,
+    top_p: Annotated[float | None, typer.Option("--top_p", help="Draw from this much probability.")] = None,
+    seed: Annotated[int | None, typer.Option("--seed", help="Same seed, same texts.")] = None,
+) -> None:
+    """Write text with a trained model.
+
+    Example: hfgpt generate out/run/checkpoint-latest --prompt "To be"
+    """
+    from transformers.utils import logging
+
+    from hfgpt import generation
+
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    model, tokenizer = generation.load_checkpoint(checkpoint)
+    texts = generation.generate(
+        model,
+        tokenizer,
+        prompt,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+        num_samples=num_samples,
+    )
+    for number, text in enumerate(texts):
+        if number:
+            print("---")
+        print(f"{prompt}{text}", flush=True)
+
+
+@app.command()
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Show what this machine offers: device, precision, compiler, peak rate, versions.
+
+    Example: hfgpt doctor --json
+    """
+    facts = machine_facts()
+    if as_json:
+        print(json.dumps(facts, indent=2))
+        return
+    for key, value in facts.items():
+        if key == "memory_bytes" and value is not None:
+            key, value = "memory", f"{value / 2**30:.1f} GiB"
+        elif key == "versions":
+            value = ", ".join(f"{name} {version}" for name, version in value.items())
+        print(f"{key.replace('_', ' '):22} {'unknown' if value is None else value}")
+
+
+def machine_facts() -> dict[str, Any]:
+    """What `doctor` prints: plain values, None where it cannot be told. Peaks are TFLOP/s of one device."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    from hfgpt import device as machine
+    from hfgpt import flops
+
+    device = machine.default_device()
+    threads = machine.use_all_cores(1)
+    precision = machine.choose_precision("auto", device)
+    compilation = machine.choose_compile("auto", device, machine.SHORT_RUN_FORWARD_PASSES)
+    measured = flops.measure_matmul_tflops(device, precision.name)
+    versions = {"python": sys.version.split()[0], "hfgpt": __version__}
+    for name in ("torch", "transformers", "accelerate", "datasets", "tokenizers", "safetensors"):
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            versions[name] = "missing"
+    return {
+        "device": device.type,
+        "device_name": machine.device_name(device),
+        "memory_bytes": machine.memory_bytes(device),
+        "cores": machine.available_cores(),
+        "threads": threads,
+        "precision": precision.name,
+        "precision_reason": precision.reason,
+        "torch_compile": compilation.enabled,
+        "torch_compile_reason": compilation.reason,
+        "peak_tflops_rated": flops.rated_tflops(machine.device_name(device), precision.name),
+        "peak_tflops_measured": measured.tflops,
+        "peak_measured_source": measured.source,
+        "versions": versions,
+    }
