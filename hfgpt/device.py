@@ -37,7 +37,9 @@ class CompileChoice:
 
 
 def default_device() -> torch.device:
-    """The accelerator that torch finds, else the CPU."""
+    """The accelerator that torch finds, else the CPU; the CPU too where the accelerate configuration says so."""
+    if os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes"):
+        return torch.device("cpu")
     return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 

@@ -98,6 +98,16 @@ def test_a_cpu_run_never_asks_cuda(cuda_unreachable):
     assert device.use_all_cores(1) >= 1
 
 
+def test_the_accelerate_configuration_can_ask_for_the_cpu(monkeypatch, cuda_unreachable):
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: CUDA)
+    monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
+    assert device.default_device() == CUDA
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    assert device.default_device() == CPU
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "false")
+    assert device.default_device() == CUDA
+
+
 @pytest.fixture
 def compiler(monkeypatch, tmp_path):
     """A machine with g++ and Python.h, whatever this one has."""
@@ -161,9 +171,7 @@ def test_all_cores_are_shared_between_the_processes(monkeypatch):
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="Linux only")
-@pytest.mark.parametrize(
-    ("quota", "cores"), [("max 100000", 8), ("250000 100000", 2), ("50000 100000", 1), ("", 8)]
-)
+@pytest.mark.parametrize(("quota", "cores"), [("max 100000", 8), ("250000 100000", 2), ("50000 100000", 1), ("", 8)])
 def test_cores_by_affinity_and_quota(monkeypatch, quota, cores):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
     monkeypatch.setattr(device.Path, "read_text", lambda path: quota)
