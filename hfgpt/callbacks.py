@@ -79,12 +79,10 @@ class MFUCallback(TrainerCallback):
                 "MFU counts attention over n_positions = %d; pass sequence_length if rows are shorter",
                 self.sequence_length,
             )
-        self._flops = training_flops_per_token(model.config, self.sequence_length)
-        self._recomputed_flops = (
-            recomputed_flops_per_token(model.config, self.sequence_length)
-            if any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
-            else 0
-        )
+        self._flops = {"mfu": training_flops_per_token(model.config, self.sequence_length)}
+        if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
+            recomputed = recomputed_flops_per_token(model.config, self.sequence_length)
+            self._flops["hfu"] = self._flops["mfu"] + recomputed
         self._tokens_seen = state.num_input_tokens_seen
         self._open_window()
         self._mark = self.clock()
@@ -142,10 +140,8 @@ class MFUCallback(TrainerCallback):
             figures["step_seconds"] = self._window_seconds / self._window_steps
             figures["tokens_per_second"] = rate
             if self.peak.tflops is not None:
-                figures["mfu"] = mfu(rate, self._flops, self.peak.tflops, self._devices)
-                if self._recomputed_flops:
-                    all_flops = self._flops + self._recomputed_flops
-                    figures["hfu"] = mfu(rate, all_flops, self.peak.tflops, self._devices)
+                for key, flops_per_token in self._flops.items():
+                    figures[key] = mfu(rate, flops_per_token, self.peak.tflops, self._devices)
                 if figures["mfu"] > 1 and not self._warned:
                     self._warned = True
                     logger.warning(

@@ -148,7 +148,7 @@ def doctor(
 
 def machine_facts() -> dict[str, Any]:
     """What `doctor` prints: plain values, None where it cannot be told. Peaks are TFLOP/s of one device."""
-    from importlib.metadata import PackageNotFoundError, version
+    from importlib.metadata import version
 
     from hfgpt import device as machine
     from hfgpt import flops
@@ -158,15 +158,11 @@ def machine_facts() -> dict[str, Any]:
     precision = machine.choose_precision("auto", device)
     compilation = machine.choose_compile("auto", device, machine.SHORT_RUN_FORWARD_PASSES)
     measured = flops.measure_matmul_tflops(device, precision.name)
-    versions = {"python": sys.version.split()[0], "hfgpt": __version__}
-    for name in ("torch", "transformers", "accelerate", "datasets", "tokenizers", "safetensors"):
-        try:
-            versions[name] = version(name)
-        except PackageNotFoundError:
-            versions[name] = "missing"
+    name = machine.device_name(device)
+    stack = ("torch", "transformers", "accelerate", "datasets", "tokenizers", "safetensors")
     return {
         "device": device.type,
-        "device_name": machine.device_name(device),
+        "device_name": name,
         "memory_bytes": machine.memory_bytes(device),
         "cores": machine.available_cores(),
         "threads": threads,
@@ -174,8 +170,8 @@ def machine_facts() -> dict[str, Any]:
         "precision_reason": precision.reason,
         "torch_compile": compilation.enabled,
         "torch_compile_reason": compilation.reason,
-        "peak_tflops_rated": flops.rated_tflops(machine.device_name(device), precision.name),
+        "peak_tflops_rated": flops.rated_tflops(name, precision.name),
         "peak_tflops_measured": measured.tflops,
         "peak_measured_source": measured.source,
-        "versions": versions,
+        "versions": {"python": sys.version.split()[0], "hfgpt": __version__} | {part: version(part) for part in stack},
     }

@@ -129,10 +129,7 @@ def _picker(
         return lambda logits_V: int(logits_V[:entries].argmax())
     # One generator on the CPU: the draws do not depend on the device, nor on torch's global random state.
     generator = torch.Generator()
-    if seed is None:
-        generator.seed()
-    else:
-        generator.manual_seed(seed)
+    generator.manual_seed(generator.seed() if seed is None else seed)
     warpers = LogitsProcessorList([TemperatureLogitsWarper(float(temperature))])
     if top_k is not None:
         warpers.append(TopKLogitsWarper(top_k))

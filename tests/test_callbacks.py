@@ -223,13 +223,9 @@ class Tracker(TrainerCallback):
 
 def trainer_run(folder, clock: Clock, callbacks, **options) -> Trainer:
     torch.manual_seed(0)
-    config = GPT2Config(
-        vocab_size=11, n_positions=ROW, n_embd=8, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0
-    )
+    config = GPT2Config(vocab_size=11, n_positions=ROW, n_embd=8, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0)
     model = GPT2LMHeadModel(config)
-    model.register_forward_hook(
-        lambda module, *_: setattr(clock, "now", clock.now + 1 + 99 * (not module.training))
-    )
+    model.register_forward_hook(lambda module, *_: setattr(clock, "now", clock.now + 1 + 99 * (not module.training)))
     arguments = TrainingArguments(
         output_dir=str(folder),
         use_cpu=True,
