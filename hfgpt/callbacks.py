@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import os
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import TrainerCallback
+from transformers.integrations import get_reporting_integration_callbacks
+from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, ProgressCallback
 
+from hfgpt.config import PretrainConfig
 from hfgpt.device import synchronize
 from hfgpt.errors import UserError
 from hfgpt.flops import Peak, device_peak, mfu, recomputed_flops_per_token, training_flops_per_token
@@ -168,6 +174,52 @@ class PerplexityCallback(TrainerCallback):
     def on_evaluate(self, args, state, control, metrics=None, **kwargs) -> None:
         if metrics is not None:
             _add_perplexity(metrics)
+
+
+class LogLineCallback(TrainerCallback):
+    """Each log as one plain line, for output that goes to a file: `step 50/2000 loss 2.501 ...`."""
+
+    def on_log(self, args, state, control, logs=None, **kwargs) -> None:
+        if state.is_world_process_zero:
+            numbers = " ".join(f"{key} {value:.4g}" for key, value in logs.items() if isinstance(value, float | int))
+            print(f"step {state.global_step}/{state.max_steps} {numbers}", flush=True)
+
+
+class CallbackArguments:
+    """What transformers' callbacks read of `TrainingArguments`, from our configuration."""
+
+    logging_strategy = save_strategy = "steps"
+    logging_first_step, eval_delay = True, 0
+    load_best_model_at_end, metric_for_best_model, greater_is_better = False, "eval_loss", False
+
+    def __init__(self, config: PretrainConfig, world_size: int) -> None:
+        self.config, self.world_size = config, world_size
+        self.output_dir = self.logging_dir = config.output_dir
+        self.run_name = config.run_name or Path(config.output_dir).name
+        self.logging_steps, self.eval_steps, self.save_steps = (
+            config.logging_steps,
+            config.eval_steps,
+            config.save_steps,
+        )
+        self.eval_strategy = "steps" if config.eval_steps else "no"
+        self.report_to = [name.strip() for name in config.report_to.split(",") if name.strip() not in ("", "none")]
+
+    def to_dict(self) -> dict[str, Any]:
+        return self.config.to_dict()
+
+    to_sanitized_dict = to_dict
+
+    def to_json_string(self) -> str:
+        return json.dumps(self.to_dict(), indent=2)
+
+
+def callback_handler(
+    args: CallbackArguments, callbacks: list[TrainerCallback], model: Any, tokenizer: Any, optimizer: Any
+) -> CallbackHandler:
+    """What is due, then `callbacks`, then trackers and display, which so get the figures the others added."""
+    trackers = [tracker() for tracker in get_reporting_integration_callbacks(args.report_to)]
+    display = ProgressCallback() if sys.stderr.isatty() else LogLineCallback()
+    return CallbackHandler([DefaultFlowCallback(), *callbacks, *trackers, display], model, tokenizer, optimizer, None)
 
 
 def _add_perplexity(logs: dict[str, Any]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import platform
+import resource
 import shutil
 import sys
 import sysconfig
@@ -13,6 +14,9 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+import transformers
+import xxhash
+from accelerate import Accelerator
 
 from hfgpt.errors import UserError
 
@@ -196,3 +200,32 @@ def memory_bytes(device: torch.device) -> int | None:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):
         return None
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Most memory held so far: by the allocator on a CUDA card, resident elsewhere."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def step_seed(seed: int, step: int, process: int) -> int:
+    """Seed of the random numbers that one process uses in one step, so that none need be stored to resume."""
+    return xxhash.xxh3_64_intdigest(f"{seed} {step} {process}".encode()) >> 1
+
+
+def start_accelerator(mixed_precision: str) -> tuple[Accelerator, Precision]:
+    """The Accelerator as `accelerate launch` or torchrun configured it, in the precision chosen here."""
+    transformers.utils.logging.disable_progress_bar()
+    precision = choose_precision(mixed_precision, default_device())
+    accelerator = Accelerator(mixed_precision=precision.name)
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if accelerator.num_processes != world:
+        raise UserError(f"the launcher started {world} processes, but accelerate sees {accelerator.num_processes}")
+    accelerator.gradient_accumulation_steps = 1  # the step accumulates by itself; backward() must not divide
+    if accelerator.device.type == "cpu":
+        use_all_cores(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        # Otherwise threads add up gradients in any order, and a resumed run differs in the last bits.
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False
+    return accelerator, precision

@@ -1,0 +1,122 @@
+"""What a run will do, said aloud before its first step."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import GPT2Config
+
+from hfgpt import __version__
+from hfgpt.config import Batch, PretrainConfig
+from hfgpt.device import CompileChoice, Precision
+from hfgpt.flops import parameter_counts
+
+
+def memory_estimate_bytes(config: GPT2Config, batch: Batch, precision: str, checkpointing: bool) -> int:
+    """Rough peak memory of training on one device.
+
+    16 bytes per parameter for float32 weights, gradients and the two AdamW moments; per token and layer about 34 C
+    bytes of activations in 16 bits (2 C with recomputation; Korthikanti et al. 2022, eq. 2, attention scores not
+    kept), and about 8 bytes per vocabulary entry and token for logits and their gradient.
+    """
+    tokens = batch.micro_batch * batch.sequence_length
+    width = 2 if checkpointing else 34
+    activations = tokens * config.n_layer * config.n_embd * width * (2 if precision == "no" else 1)
+    return 16 * parameter_counts(config).total + activations + 8 * tokens * config.vocab_size
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything decided before the first step; `lines` is what is printed, `to_dict` goes to run.json."""
+
+    config: PretrainConfig
+    model: GPT2Config
+    batch: Batch
+    max_steps: int
+    precision: Precision
+    compile: CompileChoice
+    device: str
+    text: list[str]
+    checkpoint_folder: str
+
+    def lines(self) -> list[str]:
+        model, batch, config = self.model, self.batch, self.config
+        counts = parameter_counts(model)
+        name = config.model if isinstance(config.model, str) else "custom"
+        memory = memory_estimate_bytes(model, batch, self.precision.name, config.gradient_checkpointing)
+        every = f"every {config.save_steps} steps and " if config.save_steps else ""
+        rows = [
+            (
+                "model",
+                f"{name}: {model.n_layer} layers, {model.n_head} heads, {model.n_embd} wide; "
+                f"{counts.total:,} parameters ({counts.without_positions:,} without positions)",
+            ),
+            *(("text", line) for line in self.text),
+            (
+                "step",
+                f"{batch.tokens_per_step:,} tokens = micro-batch {batch.micro_batch} x sequence "
+                f"{batch.sequence_length} x accumulation {batch.accumulation} x processes {batch.processes}",
+            ),
+            ("run", f"{self.max_steps:,} steps, {self.max_steps * batch.tokens_per_step:,} tokens"),
+            (
+                "rate",
+                f"{config.lr_scheduler_type}: {config.warmup_steps} warm-up steps to {config.learning_rate:g}"
+                + ("; the run ends in its warm-up" if config.warmup_steps > self.max_steps else ""),
+            ),
+            ("device", f"{self.device}; {self.precision.name} ({self.precision.reason})"),
+            ("compile", f"{'on' if self.compile.enabled else 'off'} ({self.compile.reason})"),
+            ("memory", f"about {memory / 2**30:.1f} GiB expected"),
+            ("saves", f"{every}at the end, to {self.checkpoint_folder}"),
+        ]
+        return [f"{key:<8} {value}" for key, value in rows]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            **asdict(self.batch),
+            "tokens_per_step": self.batch.tokens_per_step,
+            "max_steps": self.max_steps,
+            "max_tokens": self.max_steps * self.batch.tokens_per_step,
+            "precision": asdict(self.precision),
+            "torch_compile": asdict(self.compile),
+            "text": self.text,
+        }
+
+
+def run_facts(plan: Plan, data: dict[str, Any]) -> dict[str, Any]:
+    """Content of run.json; `data` is the fingerprint of the training text."""
+    packages = ("torch", "transformers", "accelerate", "datasets", "tokenizers", "safetensors")
+    counts = parameter_counts(plan.model)
+    return {
+        "config": plan.config.to_dict(),
+        "model": {
+            **plan.model.to_dict(),
+            "parameters": counts.total,
+            "parameters_without_positions": counts.without_positions,
+        },
+        "plan": plan.to_dict(),
+        "versions": {
+            "hfgpt": __version__,
+            "python": platform.python_version(),
+            **{name: importlib.metadata.version(name) for name in packages},
+        },
+        "device": plan.device,
+        "git_revision": _git_revision(Path(sys.argv[0]).resolve().parent),
+        "data": data,
+        "started": time.time(),
+    }
+
+
+def _git_revision(folder: Path) -> str | None:
+    """Commit of the repository that the recipe's folder lies in, if it lies in one."""
+    try:
+        command = ["git", "rev-parse", "HEAD"]
+        return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None

@@ -1,0 +1,395 @@
+"""`Pretrainer`: the training loop on Accelerate. The step is `training_step`, one visible block."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+from accelerate.utils import gather_object
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast, TrainerCallback
+from transformers.trainer_callback import TrainerControl, TrainerState
+
+from hfgpt import checkpoint
+from hfgpt.callbacks import CallbackArguments, MFUCallback, PerplexityCallback, callback_handler
+from hfgpt.config import PretrainConfig
+from hfgpt.configuration_hfgpt import model_config
+from hfgpt.data import TextData, prepare_data
+from hfgpt.data.stream import StepBatch, check_fingerprint, iterate, merge_positions
+from hfgpt.device import choose_compile, device_name, peak_memory_bytes, start_accelerator, step_seed
+from hfgpt.errors import UserError
+from hfgpt.evaluation import evaluate
+from hfgpt.flops import parameter_counts
+from hfgpt.hub import model_card
+from hfgpt.modeling_hfgpt import GPT2LMHeadModel
+from hfgpt.optim import build_optimizer, learning_rate_schedule
+from hfgpt.plan import Plan, run_facts
+from hfgpt.run_folder import RunFolder
+
+logger = logging.getLogger(__name__)
+
+# Steps in a row that are left out because of a non-finite gradient before the run gives up.
+MAX_SKIPPED_STEPS = 10
+
+
+class Pretrainer:
+    """Trains a GPT-2-style model by a `PretrainConfig`; `callbacks` are transformers `TrainerCallback`s.
+
+    `train()` prepares everything, runs to the last step, and returns the newest evaluation record.
+    Raises UserError, before anything is written, for a run that cannot work.
+    """
+
+    def __init__(self, config: PretrainConfig, callbacks: Sequence[TrainerCallback] = ()) -> None:
+        self.config = config
+        self.callbacks = callbacks
+        self.state = TrainerState(logging_steps=config.logging_steps, save_steps=config.save_steps)
+        self.state.eval_steps = config.eval_steps
+        self.control = TrainerControl()
+
+    def train(self) -> dict[str, Any]:
+        self.setup()
+        self.start_run()
+        self.control = self.handler.on_train_begin(self.args, self.state, self.control)
+        while self.state.global_step < self.max_steps and not self.control.should_training_stop:
+            batch = next(self.batches)
+            self.control = self.handler.on_step_begin(self.args, self.state, self.control)
+            step = self.state.global_step + 1
+            loss, grad_norm = self.training_step(*self.to_tensors(batch.blocks), step=step)
+            self.after_step(batch, loss, grad_norm)
+        return self.finish()
+
+    def training_step(self, input_ids: Tensor, shift_labels: Tensor, *, step: int) -> tuple[Tensor, Tensor]:
+        """One optimizer update of step number `step` (from 1) on this process's share, (rows, T) each.
+
+        Returns the step's loss (mean nll in nats over all target tokens of all processes) and the gradient norm
+        before clipping, both as tensors on the device: reading them is left to the logging interval.
+        """
+        accelerator, world = self.accelerator, self.accelerator.num_processes
+        torch.manual_seed(step_seed(self.config.seed, step, accelerator.process_index))
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.learning_rate(step)
+        num_targets = (shift_labels != -100).sum().float().to(accelerator.device)
+        if world > 1:
+            num_targets = accelerator.reduce(num_targets, "sum")
+
+        loss = torch.zeros((), device=accelerator.device)
+        micro_batches = list(zip(input_ids.split(self.batch.micro_batch), shift_labels.split(self.batch.micro_batch)))
+        for index, (ids, labels) in enumerate(micro_batches, start=1):
+            # The processes exchange gradients once per step, after the last micro-batch.
+            sync = nullcontext() if index == len(micro_batches) else accelerator.no_sync(self.model)
+            with sync:
+                micro_loss = self.model(
+                    input_ids=ids.to(accelerator.device, non_blocking=True),
+                    shift_labels=labels.to(accelerator.device, non_blocking=True),
+                    num_items_in_batch=num_targets,
+                ).loss
+                accelerator.backward(micro_loss * world)  # the exchange takes the mean over processes
+            loss += micro_loss.detach()
+        if world > 1:
+            loss = accelerator.reduce(loss, "sum")
+
+        limit = self.config.max_grad_norm or float("inf")
+        grad_norm = accelerator.clip_grad_norm_(self.model.parameters(), limit)
+        if accelerator.scaler is None:
+            # Fused AdamW leaves the step out where this is 1, without the host having to look.
+            self.raw_optimizer.found_inf = (~(grad_norm.isfinite() & loss.isfinite())).float()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss, grad_norm
+
+    def setup(self) -> None:
+        """Everything before the first step that writes nothing: device, text, model, optimizer, resume."""
+        config = self.config
+        self.accelerator, self.precision = start_accelerator(config.mixed_precision)
+        accelerator, device = self.accelerator, self.accelerator.device
+        self.run = RunFolder(config.output_dir, writes=accelerator.is_main_process)
+        self.resumed_from = checkpoint.find_checkpoint(self.run, config.resume_from_checkpoint)
+        self.batch = config.batch(accelerator.num_processes)
+        self.data = self._prepare_data()
+        self.max_steps = self.state.max_steps = self._max_steps()
+        self.compile = choose_compile(config.torch_compile, device, self.max_steps * self.batch.accumulation)
+
+        tokenizer = self.data.tokenizer
+        ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+        torch.manual_seed(config.seed)  # the same weights on every process, by the seed alone
+        model = GPT2LMHeadModel(model_config(config.model, vocab_size=len(tokenizer), **ids)).to(device)
+        self.raw_model, self.raw_optimizer = model, build_optimizer(model, config, device)
+        if config.gradient_checkpointing:
+            getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+        if self.compile.enabled:
+            model.compile(dynamic=False)
+        else:
+            model.head_chunk_size = 1024
+        self.schedule_steps = self.max_steps
+        position, wall_seconds = None, 0.0
+        self.evaluation: dict[str, Any] = {}
+        if self.resumed_from:
+            position, wall_seconds = self._restore(self.resumed_from)
+        self.learning_rate = learning_rate_schedule(config, self.schedule_steps)
+        self.model, self.optimizer = accelerator.prepare(model, self.raw_optimizer)
+        self.model.train()
+        self.batches: Iterator[StepBatch] = iterate(
+            self.data.train,
+            position,
+            rank=accelerator.process_index,
+            world=accelerator.num_processes,
+            num_workers=config.dataloader_num_workers,
+        )
+        self.position = position
+        self.plan = Plan(
+            config=config,
+            model=model.config,
+            batch=self.batch,
+            max_steps=self.max_steps,
+            precision=self.precision,
+            compile=self.compile,
+            device=device_name(device),
+            text=self.data.description,
+            checkpoint_folder=str(self.run.checkpoint(self.max_steps)),
+        )
+        self.mfu_callback = MFUCallback(
+            tokens_per_step=self.batch.tokens_per_step,
+            sequence_length=config.sequence_length,
+            precision=self.precision.name,
+            warmup_steps=1 if self.compile.enabled else 0,
+        )
+        self.mfu_callback.total_seconds = wall_seconds
+        self.args = CallbackArguments(config, accelerator.num_processes)
+        self.handler = callback_handler(
+            self.args, [self.mfu_callback, PerplexityCallback(), *self.callbacks], model, tokenizer, self.optimizer
+        )
+        self.pending: list[tuple[int, float, Tensor, Tensor]] = []
+        self.skipped_in_a_row = 0
+        self.skipped_rows: Counter[str] = Counter(self.data.skipped)
+        self.saved_step = self.state.global_step if self.resumed_from else None
+
+    def start_run(self) -> None:
+        """The plan on the screen, run.json, and the record that the run starts or goes on."""
+        if self.accelerator.is_main_process:
+            print("\n".join(self.plan.lines()), flush=True)
+        step = self.state.global_step
+        if self.resumed_from:
+            self.run.rewind(step)
+            self._record(event="resume", checkpoint=self.resumed_from.name)
+        else:
+            self.run.start(run_facts(self.plan, self.data.train.fingerprint))
+            self.run.rewind(-1)
+            self._record(event="start")
+
+    def to_tensors(self, blocks: np.ndarray) -> tuple[Tensor, Tensor]:
+        """Inputs and targets, (rows, T) int32 each, of blocks (rows, T + 1): the one place that shifts."""
+        tokens = torch.from_numpy(blocks)
+        if self.accelerator.device.type == "cuda":
+            tokens = tokens.pin_memory()
+        return tokens[:, :-1], tokens[:, 1:]
+
+    def after_step(self, batch: StepBatch, loss: Tensor, grad_norm: Tensor) -> None:
+        """Count the step, tell the callbacks, and log, evaluate and save when due."""
+        state, config = self.state, self.config
+        state.global_step = step = state.global_step + 1
+        state.num_input_tokens_seen += self.batch.tokens_per_step
+        self.position = batch.position
+        self.skipped_rows.update(batch.skipped)
+        self.pending.append((step, self.learning_rate(step), loss, grad_norm))
+        self.run.record_text(step=step, batch_hash=self._batch_hash(batch.blocks))
+        if step == self.max_steps:
+            self.control.should_log = self.control.should_save = True
+            self.control.should_evaluate = config.eval_steps > 0
+        self.control = self.handler.on_step_end(self.args, state, self.control)
+        if self.control.should_log:
+            self.log()
+        if self.control.should_evaluate:
+            self.evaluate()
+        if self.control.should_save:
+            self.save()
+
+    def log(self) -> None:
+        """The training record of the newest step; the only place where the host waits for the device."""
+        if not (values := self._read_pending()):
+            return
+        loss, grad_norm, learning_rate = values
+        logs = {"loss": loss, "learning_rate": learning_rate, "grad_norm": grad_norm}
+        self.control = self.handler.on_log(self.args, self.state, self.control, logs)
+        self._record(**logs, memory_bytes=peak_memory_bytes(self.accelerator.device))
+
+    def evaluate(self) -> dict[str, Any]:
+        """The evaluation record of the model as it is."""
+        self._read_pending()
+        metrics = evaluate(
+            self.model,
+            self.data.validation,
+            accelerator=self.accelerator,
+            sequence_length=self.config.sequence_length,
+            batch_size=self.config.per_device_eval_batch_size or self.batch.micro_batch,
+            token_bytes=self.data.token_bytes,
+        )
+        self.control = self.handler.on_log(self.args, self.state, self.control, metrics)
+        self.control = self.handler.on_evaluate(self.args, self.state, self.control, metrics)
+        self.evaluation = metrics
+        self._record(**metrics)
+        return metrics
+
+    def save(self) -> Path:
+        """A checkpoint of the model as it is: a Hub model folder that is also the point to resume from."""
+        self._read_pending()
+        step = self.state.global_step
+        folder = self.run.checkpoint(step)
+        positions = gather_object([self.position])
+        if self.accelerator.is_main_process:
+            checkpoint.write_checkpoint(
+                self.run, step, lambda path: self._fill(path, positions), self.config.save_total_limit
+            )
+            self._record(event="save", checkpoint=folder.name)
+        self.accelerator.wait_for_everyone()
+        self.saved_step = step
+        self.control = self.handler.on_save(self.args, self.state, self.control)
+        return folder
+
+    def finish(self) -> dict[str, Any]:
+        """Leave the run at its end, or where a callback stopped it, with everything recorded and saved."""
+        if self.saved_step != self.state.global_step:
+            self.save()
+        self.control = self.handler.on_train_end(self.args, self.state, self.control)
+        self._record(event="end", skipped_rows=dict(self.skipped_rows))
+        if self.skipped_rows and self.accelerator.is_main_process:
+            reasons = ", ".join(f"{count:,} {reason}" for reason, count in sorted(self.skipped_rows.items()))
+            print(f"rows of text left out: {reasons}", flush=True)
+        self.accelerator.end_training()
+        return self.evaluation
+
+    def _prepare_data(self) -> TextData:
+        config = self.config
+        tokenizer: str | PreTrainedTokenizerFast = config.tokenizer
+        if self.resumed_from and (tokenizer == "char" or tokenizer.startswith("bpe-")):
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(self.resumed_from)  # as trained for this run
+        model = model_config(config.model)
+        return prepare_data(
+            dataset=config.dataset,
+            dataset_name=config.dataset_name,
+            dataset_split=config.dataset_split,
+            dataset_revision=config.dataset_revision,
+            text_column=config.text_column,
+            eval_dataset=config.eval_dataset,
+            tokenizer=tokenizer,
+            seed=config.seed,
+            sequence_length=config.sequence_length,
+            blocks_per_step=self.batch.blocks_per_step,
+            n_positions=model.n_positions,
+            streaming=config.streaming,
+            eval_tokens=config.eval_tokens,
+        )
+
+    def _max_steps(self) -> int:
+        config, tokens_per_step = self.config, self.batch.tokens_per_step
+        if config.max_steps is not None:
+            return config.max_steps
+        if config.max_tokens is not None:
+            return max(1, config.max_tokens // tokens_per_step)
+        blocks = getattr(self.data.train, "blocks_per_epoch", None)
+        if blocks is None:
+            raise UserError(
+                f"num_train_epochs={config.num_train_epochs}: the length of a streamed text is not known before; "
+                "state max_steps or max_tokens, or hold the text in memory with --streaming false"
+            )
+        assert config.num_train_epochs is not None
+        return max(1, round(config.num_train_epochs * blocks / self.batch.blocks_per_step))
+
+    def _restore(self, folder: Path) -> tuple[dict[str, Any], float]:
+        """Weights, optimizer, counters of a checkpoint; returns the text position and the seconds trained so far."""
+        trainer, data = (
+            checkpoint.read_state(folder, "trainer_state"),
+            checkpoint.read_state(folder, "data_state"),
+        )
+        ours = self.raw_model.config.to_dict()
+        saved = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        shape = ("vocab_size", "n_layer", "n_head", "n_embd", "n_positions", "n_inner", "activation_function")
+        if changed := [
+            f"model.{key}: {saved[key]} there, {ours[key]} here" for key in shape if saved[key] != ours[key]
+        ]:
+            raise UserError(f"resume_from_checkpoint={folder}: another model; " + "; ".join(changed))
+        check_fingerprint(data["fingerprint"], self.data.train.fingerprint)
+        checkpoint.load_model_and_optimizer(folder, self.raw_model, self.raw_optimizer)
+        if self.accelerator.scaler is not None and trainer["gradient_scaler"]:
+            self.accelerator.scaler.load_state_dict(trainer["gradient_scaler"])
+        self.state.global_step = trainer["step"]
+        self.state.num_input_tokens_seen = trainer["num_input_tokens_seen"]
+        self.evaluation = trainer["evaluation"] or {}
+        if trainer["schedule_steps"] != self.max_steps:
+            self.schedule_steps = trainer["schedule_steps"]
+            logger.warning(
+                "the learning rate keeps the curve it was started with, which ends at step %d, not at max_steps=%d",
+                self.schedule_steps,
+                self.max_steps,
+            )
+        return data["position"], trainer["wall_seconds"]
+
+    def _fill(self, folder: Path, positions: list[dict[str, Any]]) -> None:
+        config, state = self.config, self.state
+        self.raw_model.save_pretrained(folder)
+        self.data.tokenizer.save_pretrained(folder)
+        scaler = self.accelerator.scaler
+        trainer = {
+            "step": state.global_step,
+            "num_input_tokens_seen": state.num_input_tokens_seen,
+            "wall_seconds": self.mfu_callback.total_seconds,
+            "schedule_steps": self.schedule_steps,
+            "random_numbers": "seeded by (seed, step, process) at every step",
+            "gradient_scaler": scaler.state_dict() if scaler is not None else None,
+            "evaluation": self.evaluation or None,
+        }
+        data = {"fingerprint": self.data.train.fingerprint, "position": merge_positions(positions)}
+        checkpoint.save_training_state(folder, self.raw_model, self.raw_optimizer, trainer, data)
+        local = config.dataset == "embedded" or Path(config.dataset).exists()
+        card = model_card(
+            self.args.run_name,
+            parameter_counts(self.raw_model.config).total,
+            self.data.description[0],
+            state.num_input_tokens_seen,
+            None if local else config.dataset,
+            self.evaluation or None,
+        )
+        (folder / "README.md").write_text(card, encoding="utf-8")
+
+    def _read_pending(self) -> tuple[float, float, float] | None:
+        """Fetch the figures of the steps since the last call, record left-out steps; the newest step's figures."""
+        if not self.pending:
+            return None
+        steps, rates, losses, norms = zip(*self.pending, strict=True)
+        self.pending = []
+        figures = torch.stack([torch.stack(losses).float(), torch.stack(norms).float()]).tolist()
+        for step, loss, norm in zip(steps, *figures, strict=True):
+            if np.isfinite(loss) and np.isfinite(norm):
+                self.skipped_in_a_row = 0
+                continue
+            self.skipped_in_a_row += 1
+            self.run.record(event="skip_step", step=step, reason=f"loss {loss}, gradient norm {norm}")
+            logger.warning("step %d is left out: loss %s, gradient norm %s", step, loss, norm)
+            if self.skipped_in_a_row == MAX_SKIPPED_STEPS:
+                raise RuntimeError(
+                    f"loss or gradient was not finite in {MAX_SKIPPED_STEPS} steps in a row, up to step {step}; the "
+                    f"newest checkpoint in {self.run.path} is from before; a lower learning_rate may help"
+                )
+        return figures[0][-1], figures[1][-1], rates[-1]
+
+    def _batch_hash(self, blocks: np.ndarray) -> str:
+        """xxh3_64 of the whole step's blocks as little-endian int32, in the stream's own order."""
+        if self.accelerator.num_processes > 1:
+            mine = torch.from_numpy(blocks).to(self.accelerator.device)
+            blocks = self.accelerator.gather(mine).cpu().numpy()
+        return xxhash.xxh3_64_hexdigest(np.ascontiguousarray(blocks, dtype="<i4").data)
+
+    def _record(self, **values: Any) -> None:
+        self.run.record(
+            step=self.state.global_step,
+            num_input_tokens_seen=self.state.num_input_tokens_seen,
+            wall_seconds=self.mfu_callback.total_seconds,
+            **values,
+        )

@@ -1,0 +1,45 @@
+"""Shared by all tests: no network, a fresh Accelerate state for each test, small runs and real text by request."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+ROOT = Path(__file__).parent.parent
+SHARED = ROOT.parent / "shared" / "data"
+
+
+@pytest.fixture(autouse=True)
+def fresh_accelerate_state():
+    from accelerate.state import AcceleratorState, GradientState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+@pytest.fixture
+def text_file(tmp_path) -> Path:
+    """About 40,000 characters of one text of varied words."""
+    path = tmp_path / "text.txt"
+    path.write_text("".join(f"{n * n % 97} words, line {n}: the {n % 13}th of {n // 7}.\n" for n in range(1200)))
+    return path
+
+
+@pytest.fixture
+def document_folder(tmp_path) -> Path:
+    """600 documents of different lengths in three jsonl files."""
+    import json
+
+    folder = tmp_path / "documents"
+    folder.mkdir()
+    for part in range(3):
+        with open(folder / f"{part}.jsonl", "w") as file:
+            for n in range(part * 200, (part + 1) * 200):
+                text = " ".join(f"document {n} says {n * k % 101}" for k in range(1 + n % 9))
+                file.write(json.dumps({"text": text, "id": n}) + "\n")
+    return folder

@@ -1,0 +1,153 @@
+"""Settings: three layers, checked conversions, every problem in one go."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from hfgpt.config import PretrainConfig
+from hfgpt.errors import UserError
+from hfgpt.optim import learning_rate_schedule
+
+SMALL = {"model": "char-cpu", "sequence_length": 64, "max_steps": 10}
+
+
+def read(*argv: str, **defaults) -> PretrainConfig:
+    return PretrainConfig.from_cli({**SMALL, **defaults}, list(argv))
+
+
+def problems(*argv: str, **defaults) -> tuple[str, ...]:
+    with pytest.raises(UserError) as caught:
+        read(*argv, **defaults)
+    assert all("\n" not in problem for problem in caught.value.problems)
+    return caught.value.problems
+
+
+def test_command_line_wins_over_yaml_over_recipe(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        "learning_rate: 6e-4\nweight_decay: 0.2\nmax_steps: '100'\ntorch_compile: 'false'\nadam_epsilon: 1e-8\n"
+    )
+    config = read("--config", str(path), "--weight_decay", "0.3", learning_rate=1.0, seed=7)
+    assert (config.learning_rate, config.weight_decay, config.max_steps, config.seed) == (6e-4, 0.3, 100, 7)
+    assert config.torch_compile is False and config.adam_epsilon == 1e-8
+    assert isinstance(config.learning_rate, float) and isinstance(config.max_steps, int)
+
+
+def test_text_becomes_the_type_of_the_field():
+    config = read("--max_tokens=1e6", "--torch_compile", "true", "--streaming", "auto", "--eval_tokens", "none")
+    assert config.max_tokens == 1_000_000 and config.max_steps is None
+    assert config.torch_compile is True and config.streaming == "auto" and config.eval_tokens is None
+    assert read("--gradient_checkpointing").gradient_checkpointing is True
+    model = read("--model", '{"size": "char-cpu", "n_layer": 2}').model
+    assert model == {"size": "char-cpu", "n_layer": 2}
+    assert read(mixed_precision=False).mixed_precision == "no"  # a bare `no` in YAML
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("max_steps", "ten"),
+        ("max_steps", "1.5"),
+        ("learning_rate", "fast"),
+        ("torch_compile", "maybe"),
+        ("mixed_precision", "fp8"),
+        ("warmup_steps", "true"),
+        ("learning_rate", "nan"),
+        ("learning_rate", "0"),
+        ("adam_beta2", "1"),
+        ("warmup_steps", "-1"),
+        ("logging_steps", "0"),
+    ],
+)
+def test_a_value_that_cannot_be_is_named(flag, value):
+    (problem,) = problems(f"--{flag}", value)
+    assert problem.startswith(f"{flag}={value}"), problem
+
+
+def test_unknown_flag_offers_the_nearest():
+    (problem,) = problems("--gradient_acumulation_steps", "4")
+    assert "--gradient_acumulation_steps" in problem and "--gradient_accumulation_steps?" in problem
+    assert problems("--gradient_acumulation_steps=4") == (problem,)
+    assert "--max_steps" in problems("--max_step", "4")[0]  # no abbreviations
+    assert "train.py" in problems("train.py")[0]
+
+
+def test_every_problem_is_told_at_once(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("learning_rat: 1\nmodel: {n_embd: 30, n_head: 4}\n")
+    found = problems("--config", str(path), "--tokens_per_step", "1000", "--seed", "x", "--sequence_length", "2000")
+    assert len(found) == 4
+    for part in ("learning_rat:", "seed=x", "n_embd=30", "tokens_per_step=1000"):
+        assert any(part in problem for problem in found), part
+
+
+def test_sizes_that_do_not_fit_are_refused_with_both_numbers():
+    (problem,) = problems(model={"n_embd": 30, "n_head": 4})
+    assert "30" in problem and "4" in problem and "5, 6" in problem
+    (problem,) = problems("--sequence_length", "65")
+    assert "65" in problem and "64" in problem
+    (problem,) = problems("--tokens_per_step", "1000")
+    assert "tokens_per_step=1000" in problem and "= 512" in problem and "512 or 1024" in problem
+    (problem,) = problems(tokens_per_step=1024, gradient_accumulation_steps=3)
+    assert "1024" in problem and "1536" in problem
+    (problem,) = problems(model="gpt2-124m")
+    assert "gpt2-125m" in problem
+    (problem,) = problems(model={"n_layers": 2})
+    assert "n_layer?" in problem
+
+
+def test_world_size_counts_when_the_step_is_cut(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    assert "3 processes" in problems("--tokens_per_step", "1024")[0]
+    assert read("--tokens_per_step", "3072").batch(3).accumulation == 2
+
+
+def test_batch_arithmetic():
+    config = PretrainConfig(max_steps=1, tokens_per_step=524_288)
+    batch = config.batch(1)
+    assert (batch.accumulation, batch.blocks_per_step, batch.tokens_per_step) == (64, 512, 524_288)
+    assert config.batch(8).accumulation == 8
+    assert PretrainConfig(max_steps=1, gradient_accumulation_steps=4).batch(2).tokens_per_step == 8 * 1024 * 4 * 2
+
+
+def test_a_run_has_one_length():
+    assert "max_steps and max_tokens" in problems("--max_steps", "3", "--max_tokens", "5")[0]
+    with pytest.raises(UserError, match="nothing given"):
+        PretrainConfig()
+    config = read("--num_train_epochs", "2")  # the command line's length replaces the recipe's
+    assert (config.max_steps, config.num_train_epochs) == (None, 2.0)
+
+
+def test_options_that_would_be_ignored_are_refused():
+    assert "min_learning_rate" in problems(lr_scheduler_type="linear", min_learning_rate=1e-5)[0]
+    assert "constant_with_warmup" in problems(lr_scheduler_type="constant", warmup_steps=5)[0]
+
+
+def test_missing_or_broken_yaml(tmp_path):
+    assert "nowhere.yaml" in problems("--config", "nowhere.yaml")[0]
+    path = tmp_path / "broken.yaml"
+    path.write_text("a: [1\n")
+    assert "not YAML" in problems("--config", str(path))[0]
+
+
+@pytest.mark.parametrize("shape", ["cosine_with_min_lr", "warmup_stable_decay", "linear"])
+@pytest.mark.parametrize("warmup_steps", [0, 1, 20, 100])
+def test_learning_rate_moves_at_once_peaks_and_ends(shape, warmup_steps):
+    config = PretrainConfig(max_steps=100, warmup_steps=warmup_steps, lr_scheduler_type=shape, learning_rate=6e-4)
+    rate = learning_rate_schedule(config, 100)
+    rates = [rate(step) for step in range(1, 151)]
+    assert rates[0] > 0
+    if 0 < warmup_steps < 100:
+        assert rates[warmup_steps - 1] == pytest.approx(6e-4)
+    if warmup_steps < 100:
+        peak = rates.index(max(rates))
+        assert all(later <= earlier for earlier, later in itertools.pairwise(rates[peak:]))
+        assert rates[99] == pytest.approx(0 if shape == "linear" else 6e-5)
+    assert len(set(rates[99:])) == 1  # constant after the end
+
+
+def test_long_warmup_starts_at_a_part_of_the_peak():
+    config = PretrainConfig(max_steps=10_000, warmup_steps=2000, learning_rate=6e-4)
+    assert learning_rate_schedule(config, 10_000)(1) == pytest.approx(6e-4 / 2000)
