@@ -24,6 +24,7 @@ from hfgpt.config import PretrainConfig
 from hfgpt.configuration_hfgpt import model_config
 from hfgpt.data import TextData, prepare_data
 from hfgpt.data.stream import StepBatch, check_fingerprint, iterate, merge_positions
+from hfgpt.data.tokenization import save_tokenizer
 from hfgpt.device import choose_compile, device_name, peak_memory_bytes, start_accelerator, step_seed
 from hfgpt.errors import UserError
 from hfgpt.evaluation import evaluate
@@ -334,7 +335,7 @@ class Pretrainer:
     def _fill(self, folder: Path, positions: list[dict[str, Any]]) -> None:
         config, state = self.config, self.state
         self.raw_model.save_pretrained(folder)
-        self.data.tokenizer.save_pretrained(folder)
+        save_tokenizer(self.data.tokenizer, folder)
         scaler = self.accelerator.scaler
         trainer = {
             "step": state.global_step,
