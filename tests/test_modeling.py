@@ -73,9 +73,7 @@ def test_attention_scaling_flags_are_saved_and_matter(tmp_path, ids):
 
 
 def test_we_load_stock_folders(tmp_path, ids):
-    stock = StockGPT2(
-        model_config({"n_layer": 2, "n_head": 4, "n_embd": 32, "n_positions": T}, vocab_size=V)
-    ).eval()
+    stock = StockGPT2(model_config({"n_layer": 2, "n_head": 4, "n_embd": 32, "n_positions": T}, vocab_size=V)).eval()
     stock.save_pretrained(tmp_path)
     model, info = GPT2LMHeadModel.from_pretrained(tmp_path, output_loading_info=True)
     assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
@@ -202,9 +200,7 @@ def test_attention_is_causal_and_crosses_document_borders_as_in_gpt2(ids):
         )
         earlier = ids.clone()
         earlier[:, :10] = (earlier[:, :10] + 1) % V
-        assert (
-            model(ids).logits[:, 10:] - model(earlier, attention_mask=mask).logits[:, 10:]
-        ).abs().max() > 1e-3
+        assert (model(ids).logits[:, 10:] - model(earlier, attention_mask=mask).logits[:, 10:]).abs().max() > 1e-3
 
 
 def test_left_padding_does_not_change_the_answer(ids):
