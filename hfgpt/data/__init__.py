@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import chain
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import xxhash
 
-from hfgpt.data.sources import IN_MEMORY_BYTES, Source, Unusable, is_local, open_source
+from hfgpt.data.sources import IN_MEMORY_BYTES, Source, Unusable, open_source
 from hfgpt.errors import UserError
 
 if TYPE_CHECKING:
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from hfgpt.data.stream import HeldOut, Stream
     from hfgpt.data.tokenization import Encoder
 
-HELD_OUT = 0.1
 CHARACTER_SCAN_BYTES = 256 * 2**20
 
 
@@ -31,9 +31,9 @@ CHARACTER_SCAN_BYTES = 256 * 2**20
 class TextData:
     """Text ready to train on.
 
-    `validation`: one run of int32 tokens, to be scored at stride `sequence_length`. `token_bytes`: UTF-8
-    bytes of each id, int32 [vocabulary], or None where unknown. `description`: lines for the plan.
-    `skipped`: rows passed over so far, by reason; a document stream counts its own with each step.
+    `validation`: one run of int32 tokens, to be scored at stride `sequence_length`. `token_bytes`: UTF-8 bytes of
+    each id, int32 [vocabulary], or None where unknown. `description`: lines for the plan. `skipped`: rows passed
+    over so far, by reason; a document stream counts its own with each step.
     """
 
     tokenizer: PreTrainedTokenizerFast
@@ -52,7 +52,7 @@ def prepare_data(
     dataset_revision: str | None = None,
     text_column: str = "text",
     eval_dataset: str | None = None,
-    tokenizer: str | PreTrainedTokenizerFast = "gpt2",
+    tokenizer: str | PreTrainedTokenizerFast,
     seed: int,
     sequence_length: int,
     blocks_per_step: int,
@@ -62,12 +62,12 @@ def prepare_data(
 ) -> TextData:
     """Open the text, hold out validation, load or train the tokenizer, and make the training stream.
 
-    `streaming`: True for a document stream, False for blocks in memory, "auto" for memory up to 16 MiB of
-    local or embedded text. `eval_dataset`: local files, or another split of the same Hub dataset; without
-    it, part of the text is held out: of text in memory the last documents that make up a tenth (of a single
-    document its last tenth), of a document stream the last unit, or a tenth of it if units are few.
-    Training never sees a validation document, nor an exact copy of one. Raises `UserError` for text that
-    is missing or unusable; writes nothing.
+    `streaming`: True for a document stream, False for blocks in memory, "auto" for memory up to 16 MiB of local or
+    embedded text. `eval_dataset`: local files, or another split of the same Hub dataset; without it, part of the
+    text is held out: of text in memory the last documents that make up a tenth (of a single document its last
+    tenth), of a document stream the last unit, or the last tenth of its rows if there are fewer than 10 units.
+    Training never sees a validation document, nor an exact copy of one. Raises `UserError` for text that is
+    missing or unusable; writes nothing.
     """
     from hfgpt.data.stream import DocumentStream, MemoryBlocks, text_hash
     from hfgpt.data.tokenization import Encoder, load_tokenizer, token_byte_lengths
@@ -78,66 +78,51 @@ def prepare_data(
     in_memory = source.is_local and source.size_bytes <= IN_MEMORY_BYTES if streaming == "auto" else not streaming
     if tokenizer == "char" and source.size_bytes > CHARACTER_SCAN_BYTES:
         raise UserError(
-            f"tokenizer=char: needs all of the text to know its characters, too slow for "
-            f"{source.size_bytes / 1e6:,.0f} MB; use tokenizer=bpe-4096 or a ready one"
+            f"tokenizer=char: needs a pass over all of the text to know its characters, too slow for "
+            f"{source.size_bytes / 1e6:,.0f} MB; use bpe-4096 or a ready tokenizer"
         )
     skipped: Counter[str] = Counter()
+    documents = list(_documents(source, skipped)) if in_memory else []
+    if in_memory and not documents:
+        raise UserError(f"dataset={dataset}: holds no usable document (passed over: {dict(skipped)})")
     held_out: HeldOut | None = None
-    documents: list[str] = []
-    if in_memory:
-        documents = list(_documents(source, skipped))
-        if not documents:
-            raise UserError(f"dataset={dataset}: holds no usable document (passed over: {dict(skipped)})")
     if eval_dataset is not None:
         eval_source = _open_eval(eval_dataset, source, dataset, dataset_name, text_column)
         validation = _evaluation_documents(eval_source, eval_tokens)
-        rule: object = eval_source.fingerprint
+        rule, origin = f"eval_dataset {eval_source.fingerprint.get('hash', eval_dataset)}", eval_source.description
     elif in_memory:
-        documents, validation, rule = _split(documents)
+        documents, validation = _split(documents)
+        rule, origin = "last tenth", "held out: the last tenth of the text"
     else:
         held_out, validation = _hold_out(source)
-        rule = list(held_out)
+        rule = origin = f"held out: unit {held_out.unit} from row {held_out.row} on"
     exclude = frozenset(text_hash(text) for text in validation)
     kept = [text for text in documents if text_hash(text) not in exclude]
-    skipped.update({"in_validation": len(documents) - len(kept)} if len(documents) > len(kept) else {})
+    skipped += Counter(in_validation=len(documents) - len(kept))
 
-    def training_texts() -> Iterable[str]:
-        return kept if in_memory else _training_documents(source, held_out, exclude, seed)
+    def training_texts() -> Iterator[str]:
+        return iter(kept) if in_memory else _training_documents(source, held_out, exclude, seed)
 
+    tokenizer_name = tokenizer if isinstance(tokenizer, str) else tokenizer.name_or_path or "given"
     if isinstance(tokenizer, str):
         texts = (lambda: chain(training_texts(), validation)) if tokenizer == "char" else training_texts
-        tokenizer_name, tokenizer = tokenizer, load_tokenizer(tokenizer, texts, n_positions)
-    else:
-        tokenizer_name = tokenizer.name_or_path or "given"
+        tokenizer = load_tokenizer(tokenizer, texts, n_positions)
     encoder = Encoder(tokenizer)
-    validation_run = _encode(encoder, validation, None if eval_tokens is None else eval_tokens + 1)
-    if len(validation_run) < 2:
-        raise UserError("eval_dataset: the validation text has fewer than two tokens; give one with more text")
-    fingerprint = {"source": source.fingerprint, "tokenizer": encoder.fingerprint, "held_out": rule}
+    fingerprint = {f"dataset.{key}": value for key, value in source.fingerprint.items()}
+    fingerprint |= {"tokenizer": encoder.fingerprint, "held_out": rule}
+    shape = {"seed": seed, "sequence_length": sequence_length, "blocks_per_step": blocks_per_step}
     train: Stream
     if in_memory:
         run = _encode(encoder, kept)
-        train = MemoryBlocks(
-            run,
-            seed=seed,
-            sequence_length=sequence_length,
-            blocks_per_step=blocks_per_step,
-            fingerprint={**fingerprint, "tokens": len(run), "tokens_hash": xxhash.xxh3_64_hexdigest(run.tobytes())},
-        )
+        fingerprint |= {"tokens": len(run), "tokens_hash": xxhash.xxh3_64_hexdigest(run.tobytes())}
+        train = MemoryBlocks(run, fingerprint=fingerprint, **shape)
         how = f"in memory: {len(kept):,} documents, {len(run):,} tokens, {train.blocks_per_epoch:,} blocks an epoch"
     else:
-        train = DocumentStream(
-            source,
-            encoder,
-            seed=seed,
-            sequence_length=sequence_length,
-            blocks_per_step=blocks_per_step,
-            held_out=held_out,
-            exclude=exclude,
-            fingerprint=fingerprint,
-        )
+        train = DocumentStream(source, encoder, held_out=held_out, exclude=exclude, fingerprint=fingerprint, **shape)
         how = f"document stream: {len(source.units):,} units over {train.streams} streams"
-    origin = f"eval_dataset {eval_dataset}" if eval_dataset is not None else "held out of the training text"
+    validation_run = _encode(encoder, validation, None if eval_tokens is None else eval_tokens + 1)
+    if len(validation_run) < 2:
+        raise UserError("eval_dataset: the validation text has fewer than two tokens; give one with more text")
     return TextData(
         tokenizer=tokenizer,
         train=train,
@@ -154,23 +139,21 @@ def prepare_data(
 
 
 def _documents(source: Source, skipped: Counter[str]) -> Iterator[str]:
-    for unit in source.units:
-        for row in source.read(unit):
-            if isinstance(row, Unusable):
-                skipped[row.reason] += 1
-            else:
-                yield row
+    for row in chain.from_iterable(map(source.read, source.units)):
+        if isinstance(row, Unusable):
+            skipped[row.reason] += 1
+        else:
+            yield row
 
 
-def _open_eval(eval_dataset: str, source: Source, dataset: str, dataset_name: str | None, text_column: str) -> Source:
+def _open_eval(eval_dataset: str, source: Source, dataset: str, name: str | None, text_column: str) -> Source:
     try:
-        if source.is_local or is_local(eval_dataset):
+        if source.is_local or os.path.exists(os.path.expanduser(eval_dataset)) or glob.has_magic(eval_dataset):
             return open_source(eval_dataset, text_column=text_column)
-        revision = source.fingerprint["commit"]
-        return open_source(dataset, name=dataset_name, split=eval_dataset, revision=revision, text_column=text_column)
+        commit = source.fingerprint["commit"]
+        return open_source(dataset, name=name, split=eval_dataset, revision=commit, text_column=text_column)
     except UserError as error:
-        problems = (re.sub("^dataset(_split)?", "eval_dataset", problem) for problem in error.problems)
-        raise UserError(*problems) from error
+        raise UserError(*(re.sub("^dataset(_split)?", "eval_dataset", line) for line in error.problems)) from error
 
 
 def _evaluation_documents(source: Source, eval_tokens: int | None) -> list[str]:
@@ -186,26 +169,26 @@ def _evaluation_documents(source: Source, eval_tokens: int | None) -> list[str]:
     return documents
 
 
-def _split(documents: list[str]) -> tuple[list[str], list[str], str]:
-    """Training and validation documents, the latter with the last tenth of the characters, and the rule."""
+def _split(documents: list[str]) -> tuple[list[str], list[str]]:
+    """Training and validation documents: of several the last with a tenth of the text, of one its last tenth."""
     if len(documents) == 1:
-        cut = int((1 - HELD_OUT) * len(documents[0]))
-        return [documents[0][:cut]], [documents[0][cut:]], "last tenth of the document"
-    wanted, first = HELD_OUT * sum(map(len, documents)), len(documents)
+        cut = int(0.9 * len(documents[0]))
+        return [documents[0][:cut]], [documents[0][cut:]]
+    wanted, first = 0.1 * sum(map(len, documents)), len(documents)
     while wanted > 0 and first > 1:
         first -= 1
         wanted -= len(documents[first])
-    return documents[:first], documents[first:], "last documents with a tenth of the text"
+    return documents[:first], documents[first:]
 
 
 def _hold_out(source: Source) -> tuple[HeldOut, list[str]]:
-    """The last unit that has a document, or the last tenth of its rows where there are fewer than 10 units."""
+    """The last unit with a document, or the last tenth of its rows if there are fewer than 10 units; its documents."""
     from hfgpt.data.stream import HeldOut
 
     for unit in reversed(range(len(source.units))):
         rows = source.read(source.units[unit])
-        first = 0 if len(source.units) >= 10 else len(rows) - max(1, int(HELD_OUT * len(rows)))
-        documents = [row for row in rows[max(first, 0) :] if isinstance(row, str)]
+        first = 0 if len(source.units) >= 10 else max(0, len(rows) - max(1, len(rows) // 10))
+        documents = [row for row in rows[first:] if isinstance(row, str)]
         if documents:
             return HeldOut(unit, first), documents
     raise UserError("dataset: holds no usable document at its end; give an eval_dataset or another dataset")
@@ -215,8 +198,7 @@ def _training_documents(source: Source, held_out: HeldOut | None, exclude: froze
     """Training documents with the units shuffled, so that the first ones are a fair sample."""
     from hfgpt.data.stream import permutation, text_hash
 
-    units = len(source.units) if held_out is None else held_out.unit + 1
-    for unit in permutation(units, seed):
+    for unit in permutation(len(source.units) if held_out is None else held_out.unit + 1, seed):
         rows = source.read(source.units[unit])
         limit = held_out.row if held_out is not None and unit == held_out.unit else len(rows)
         yield from (row for row in rows[:limit] if isinstance(row, str) and text_hash(row) not in exclude)
@@ -232,7 +214,6 @@ def _encode(encoder: Encoder, texts: list[str], limit: int | None = None) -> np.
             tokens += sum(map(len, ids))
             if limit is not None and tokens >= limit:
                 break
-    run = np.concatenate(pieces)
-    if encoder.separator_id is None and len(pieces) == len(texts) + 1 and not texts[-1].endswith("\n"):
-        run = run[:-1]  # the newline between documents, which ends no document here
-    return run[:limit]
+    if encoder.separator_id is None and len(pieces) == len(texts) + 1 > 1 and not texts[-1].endswith("\n"):
+        pieces[-1] = pieces[-1][:-1]  # the newline between documents, which ends no document here
+    return np.concatenate(pieces)[:limit]

@@ -1,7 +1,7 @@
 """Where text comes from: local files, Hub datasets, or the documentation that every Python has.
 
 A `Source` is a list of units that can each be read alone (a parquet row group, a span of a text file), so
-that any order over the units can be walked, and left and resumed, without reading what lies before.
+that any order over the units can be walked, left and resumed without reading what lies before.
 """
 
 from __future__ import annotations
@@ -29,8 +29,10 @@ IN_MEMORY_BYTES = 16 * 2**20
 SPAN_BYTES = 2 * 2**20
 TEXT_DOCUMENT_BYTES = 64 * 2**10
 SAMPLE_BYTES = 2**20
-KINDS = {".parquet": "parquet", ".jsonl": "lines", ".json": "lines", ".ndjson": "lines", ".txt": "text"}
 EMBEDDED_DOCSTRING_CHARACTERS = 80
+KINDS = {".parquet": "parquet", ".jsonl": "lines", ".json": "lines", ".ndjson": "lines", ".txt": "text"}
+KNOWN = "parquet, jsonl[.gz], json[.gz] or txt[.gz]"
+BOM = b"\xef\xbb\xbf"
 
 
 class Unusable(NamedTuple):
@@ -40,14 +42,11 @@ class Unusable(NamedTuple):
 
 
 class Unit(NamedTuple):
-    """A part of a source that is read in one go.
-
-    `start`, `stop`: row group and the next one (parquet), or bytes; lines that begin in them belong to the
-    unit. `rows` is the number of rows where it is known without reading.
+    """A part of a file that is read in one go: row group `start`, or the lines that begin in its bytes
+    `start` to `stop` (all of a .gz). `rows` is known for parquet and where the whole file is one document.
     """
 
     file: str
-    kind: str
     start: int
     stop: int
     rows: int | None = None
@@ -67,21 +66,16 @@ class Source:
     def read(self, unit: Unit) -> list[str | Unusable]:
         """All rows of `unit` in file order: documents, and what stands where a document is missing.
 
-        Raises `UserError` that names the file if the file as a whole cannot be read.
+        Raises `UserError` naming the file if the file as a whole cannot be read.
         """
-        if unit.kind == "embedded":
+        if unit.file == "embedded":
             return list(_embedded_documents())
-        try:
-            if unit.kind == "parquet":
-                return _parquet_rows(unit, self.text_column)
-            data = _read_span(unit)
-            if unit.kind == "lines":
-                return [_json_row(line, self.text_column) for line in data.split(b"\n") if line.strip()]
-            return [_checked(text) for text in _text_documents(unit, data)]
-        except (OSError, EOFError, zlib.error) as error:
-            if _is_remote(unit.file):  # the network's fault, not the file's
-                raise
-            raise _damaged(unit.file, error) from error
+        if _kind(unit.file) == "parquet":
+            return _parquet_rows(unit, self.text_column)
+        data = _read_span(unit)
+        if _kind(unit.file) == "lines":
+            return [_json_row(line, self.text_column) for line in data.split(b"\n") if line.strip()]
+        return [_checked(text) for text in _text_documents(unit, data)]
 
 
 def open_source(
@@ -94,107 +88,75 @@ def open_source(
 ) -> Source:
     """The text called `dataset`: `"embedded"`, a local file, folder or glob, or a Hub dataset.
 
-    Files are parquet, jsonl (one JSON object per line) or txt, the last two also as .gz. A txt file of up
-    to 16 MiB is one document; a larger one is cut at line ends into documents of about 64 KiB. `name`,
-    `split` and `revision` choose within a Hub dataset, which is pinned to the commit they resolve to.
-    Looks at every file's head, and raises `UserError` for what cannot be found or read.
+    Files are parquet, jsonl (one JSON object per line) or txt, the last two also as .gz. A txt file of up to
+    16 MiB is one document, a larger one is cut at line ends into documents of about 64 KiB. `name`, `split`
+    and `revision` choose within a Hub dataset, which is pinned to the commit they resolve to. Looks at each
+    file's head or footer, and raises `UserError` for what cannot be found or read.
     """
     if dataset == "embedded":
         return _open_embedded()
     files = _local_files(dataset)
     if files is not None:
-        root = os.path.commonpath([os.path.dirname(file) for file in files])
-        identity = xxhash.xxh3_64()
-        for file in files:
-            head_and_tail, size = _ends(file)
-            _refuse_placeholder(file, head_and_tail)
-            identity.update(f"{Path(file).relative_to(root).as_posix()}\0{size}\0".encode() + head_and_tail)
-        fingerprint: dict[str, Any] = {"files": len(files), "hash": identity.hexdigest()}
-        label = dataset
+        fingerprint: dict[str, Any] = {"files": len(files), "hash": _identity(files)}
+        label, is_local = dataset, True
     else:
         files, commit = _hub_files(dataset, name, split, revision)
         fingerprint = {"dataset": dataset, "name": name, "split": split, "commit": commit}
-        label = f"{dataset} ({', '.join(filter(None, [name, split]))}) at commit {commit[:8]}"
-    units, size_bytes = _units(files, text_column)
-    plural = "" if len(files) == 1 else "s"
+        label, is_local = f"{dataset} ({', '.join(filter(None, [name, split]))}) at commit {commit[:8]}", False
+    with ThreadPoolExecutor(1 if is_local else 16) as pool:
+        per_file = list(pool.map(lambda file: _file_units(file, text_column), files))
+    _check_first_lines(files, text_column)
+    size_bytes = sum(size for _, size in per_file)
     return Source(
-        units=units,
+        units=[unit for units, _ in per_file for unit in units],
         text_column=text_column,
         size_bytes=size_bytes,
-        is_local=not _is_remote(files[0]),
+        is_local=is_local,
         fingerprint={**fingerprint, "bytes": size_bytes, "text_column": text_column},
-        description=f"{label}: {len(files):,} file{plural}, {size_bytes / 1e6:,.1f} MB",
+        description=f"{label}: {len(files):,} file{'s'[: len(files) != 1]}, {size_bytes / 1e6:,.1f} MB",
     )
 
 
-def is_local(dataset: str) -> bool:
-    """Whether `dataset` names local files (that exist) rather than something on the Hub."""
-    return os.path.exists(os.path.expanduser(dataset)) or glob.has_magic(dataset)
+def _kind(file: str) -> str | None:
+    suffix = Path(file.lower().removesuffix(".gz")).suffix
+    return None if file.lower().endswith(".parquet.gz") else KINDS.get(suffix)
 
 
 def _local_files(dataset: str) -> list[str] | None:
     """Absolute names of the readable files that `dataset` stands for, sorted; None for a Hub id."""
     path = os.path.abspath(os.path.expanduser(dataset))
-    if os.path.isfile(path):
-        if _kind(path) is None:
-            raise UserError(f"dataset={dataset}: not a {_known()} file; convert it to one of these")
-        return [path]
     pattern = os.path.join(glob.escape(path), "**", "*") if os.path.isdir(path) else path
-    if glob.has_magic(pattern):
-        found = sorted(file for file in glob.glob(pattern, recursive=True) if os.path.isfile(file))
+    if os.path.isfile(path) or glob.has_magic(pattern):
+        found = [path] if os.path.isfile(path) else sorted(filter(os.path.isfile, glob.glob(pattern, recursive=True)))
         files = [file for file in found if _kind(file)]
         if not files:
-            raise UserError(f"dataset={dataset}: no {_known()} file among the {len(found)} files there")
+            raise UserError(f"dataset={dataset}: no {KNOWN} file among {len(found)} found; convert the text to one")
         return files
     if re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", dataset) and _kind(dataset) is None:
         return None
-    parent = os.path.dirname(path)
-    names = os.listdir(parent) if os.path.isdir(parent) else []
-    near = difflib.get_close_matches(os.path.basename(path), names, n=1, cutoff=0.5)
+    folder = os.path.dirname(path)
+    near = difflib.get_close_matches(
+        os.path.basename(path), os.listdir(folder) if os.path.isdir(folder) else [], n=1, cutoff=0.5
+    )
     hint = f"did you mean {os.path.join(os.path.dirname(dataset), near[0])}?" if near else "check the path"
     raise UserError(f"dataset={dataset}: no such file or folder; {hint}")
 
 
-def _kind(file: str) -> str | None:
-    suffix = Path(file.lower().removesuffix(".gz")).suffix
-    return None if file.endswith(".parquet.gz") else KINDS.get(suffix)
-
-
-def _known() -> str:
-    return "parquet, jsonl[.gz], json[.gz] or txt[.gz]"
-
-
-def _is_remote(file: str) -> bool:
-    return "://" in file
-
-
-def _open(file: str) -> BinaryIO:
-    if not _is_remote(file):
-        return open(file, "rb")
-    from fsspec.core import url_to_fs  # type: ignore[import-untyped]
-
-    filesystem, path = url_to_fs(file)
-    return filesystem.open(path, "rb", cache_type="none")
-
-
-def _ends(file: str) -> tuple[bytes, int]:
-    with open(file, "rb") as handle:
-        head = handle.read(SAMPLE_BYTES)
-        size = handle.seek(0, os.SEEK_END)
-        handle.seek(max(len(head), size - SAMPLE_BYTES))
-        return head + handle.read(), size
-
-
-def _refuse_placeholder(file: str, head: bytes) -> None:
-    if head.startswith(b"version https://git-lfs"):
-        raise UserError(f"dataset: {file} is a Git LFS pointer, not the data; run `git lfs pull` there")
-    if _kind(file) != "text" and head[:64].lstrip().lower().startswith((b"<!doctype html", b"<html")):
-        raise UserError(f"dataset: {file} is a web page, not the data; download the file itself")
-
-
-def _damaged(file: str, error: Exception) -> UserError:
-    reason = str(error).strip().split("\n")[0]
-    return UserError(f"dataset: {file} is damaged ({reason}); fetch it again or take it away")
+def _identity(files: list[str]) -> str:
+    """Hash of the files' names below their common folder, sizes, first and last MiB. Refuses placeholders."""
+    root = os.path.commonpath([os.path.dirname(file) for file in files])
+    identity = xxhash.xxh3_64()
+    for file in files:
+        with _opened(file) as handle:
+            head = handle.read(SAMPLE_BYTES)
+            size = handle.seek(0, os.SEEK_END)
+            handle.seek(max(len(head), size - SAMPLE_BYTES))
+            identity.update(f"{Path(file).relative_to(root).as_posix()}\0{size}\0".encode() + head + handle.read())
+        if head.startswith(b"version https://git-lfs"):
+            raise UserError(f"dataset: {file} is a Git LFS pointer, not the data; run `git lfs pull` there")
+        if _kind(file) != "text" and head[:64].lstrip().lower().startswith((b"<!doctype html", b"<html")):
+            raise UserError(f"dataset: {file} is a web page, not the data; download the file itself")
+    return identity.hexdigest()
 
 
 def _hub_files(dataset: str, name: str | None, split: str, revision: str | None) -> tuple[list[str], str]:
@@ -204,54 +166,66 @@ def _hub_files(dataset: str, name: str | None, split: str, revision: str | None)
     try:
         builder = load_dataset_builder(dataset, name, revision=revision)
     except Exception as error:  # not found, no network, unknown configuration: each of its own type
-        reason = str(error).strip().split("\n")[0]
-        raise UserError(f"dataset={dataset}: no local file, and not usable from the Hub: {reason}") from error
+        asked = {"dataset": dataset, "dataset_name": name, "dataset_revision": revision}
+        given = ", ".join(f"{key}={value}" for key, value in asked.items() if value)
+        raise UserError(f"{given}: no local file, and not usable from the Hub: {_first_line(error)}") from error
     splits = dict(builder.config.data_files or {})
     if split not in splits:
         raise UserError(f"dataset_split={split}: {dataset} has no such split; it has {', '.join(splits)}")
     files = [str(file) for file in splits[split] if _kind(str(file))]
     if not files:
-        raise UserError(f"dataset={dataset}: no {_known()} file in split {split}, which has {splits[split][0]}")
+        raise UserError(f"dataset={dataset}: no {KNOWN} file in split {split}, which has {splits[split][0]}")
     return files, files[0].split("@", 1)[1].split("/", 1)[0]
 
 
-def _units(files: list[str], text_column: str) -> tuple[list[Unit], int]:
-    """The units of all files in order, and the files' bytes. Reads footers and the first lines."""
-    with ThreadPoolExecutor(16 if _is_remote(files[0]) else 1) as pool:
-        per_file = list(pool.map(lambda file: _file_units(file, text_column), files))
-    _check_first_lines(files, text_column)
-    return [unit for units, _ in per_file for unit in units], sum(size for _, size in per_file)
+@contextlib.contextmanager
+def _opened(file: str) -> Iterator[BinaryIO]:
+    """The file, open to read; faults of the file itself become a `UserError` that names it."""
+    import pyarrow as pa
+
+    remote = "://" in file
+    try:
+        if remote:
+            from fsspec.core import url_to_fs  # type: ignore[import-untyped]
+
+            filesystem, path = url_to_fs(file)
+            handle: BinaryIO = filesystem.open(path, "rb", cache_type="none")  # a read is one request
+        else:
+            handle = open(file, "rb")  # noqa: SIM115
+        with handle:
+            yield handle
+    except (OSError, EOFError, zlib.error, pa.ArrowException) as error:
+        if remote and isinstance(error, OSError) and not isinstance(error, gzip.BadGzipFile):
+            raise  # the network's fault
+        raise UserError(
+            f"dataset: {file} cannot be read ({_first_line(error)}); fetch it again or remove it"
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0]
 
 
 def _file_units(file: str, text_column: str) -> tuple[list[Unit], int]:
-    kind = _kind(file)
-    assert kind is not None
-    with _open(file) as handle:
+    with _opened(file) as handle:
         size = handle.seek(0, os.SEEK_END)
-    if kind == "parquet":
+    if _kind(file) == "parquet":
         metadata = _footer(file)
         _check_column(file, metadata.schema.to_arrow_schema(), text_column)
         counts = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
-        return [Unit(file, kind, group, group + 1, rows) for group, rows in enumerate(counts) if rows], size
-    if file.endswith(".gz") or (kind == "text" and size <= IN_MEMORY_BYTES):
-        return [Unit(file, kind, 0, size, 1 if kind == "text" and size <= IN_MEMORY_BYTES else None)], size
-    starts = range(0, size, SPAN_BYTES)
-    return [Unit(file, kind, start, min(start + SPAN_BYTES, size)) for start in starts], size
+        return [Unit(file, group, group + 1, rows) for group, rows in enumerate(counts) if rows], size
+    one_document = _kind(file) == "text" and size <= IN_MEMORY_BYTES
+    if one_document or file.lower().endswith(".gz"):
+        return [Unit(file, 0, size, 1 if one_document else None)], size
+    return [Unit(file, start, min(start + SPAN_BYTES, size)) for start in range(0, size, SPAN_BYTES)], size
 
 
-# An entry can take megabytes, so only a few are kept: those of the files being read.
-@functools.lru_cache(maxsize=32)
+@functools.lru_cache(maxsize=32)  # an entry can take megabytes, so only those of the files being read
 def _footer(file: str) -> Any:
-    import pyarrow as pa
     import pyarrow.parquet as pq
 
-    try:
-        with _open(file) as handle:
-            return pq.read_metadata(handle)
-    except (pa.ArrowException, OSError) as error:
-        if _is_remote(file) and not isinstance(error, pa.ArrowInvalid):
-            raise
-        raise _damaged(file, error) from error
+    with _opened(file) as handle:
+        return pq.read_metadata(handle)
 
 
 def _check_column(file: str, schema: Any, text_column: str) -> None:
@@ -271,41 +245,29 @@ def _no_column(file: str, text_column: str, columns: list[str]) -> UserError:
 
 def _check_first_lines(files: list[str], text_column: str) -> None:
     """Refuse a text column that no object among the first lines of the first jsonl file has."""
-    file = next((file for file in files if _kind(file) == "lines"), None)
-    if file is None:
-        return
     columns: dict[str, None] = {}
-    for line in _first_bytes(file).split(b"\n")[:1000]:
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        columns.update(dict.fromkeys(row if isinstance(row, dict) else ()))
-    if columns and text_column not in columns:
-        raise _no_column(file, text_column, list(columns))
+    for file in [file for file in files if _kind(file) == "lines"][:1]:
+        with _opened(file) as handle:
+            head = _plain(file, handle).read(SAMPLE_BYTES)
+        for line in head.removeprefix(BOM).split(b"\n")[:1000]:
+            with contextlib.suppress(ValueError, RecursionError):
+                row = json.loads(line)
+                columns.update(dict.fromkeys(row if isinstance(row, dict) else ()))
+        if columns and text_column not in columns:
+            raise _no_column(file, text_column, list(columns))
 
 
-def _first_bytes(file: str) -> bytes:
-    try:
-        with _open(file) as handle:
-            stream = gzip.GzipFile(fileobj=handle) if file.endswith(".gz") else handle
-            return stream.read(SAMPLE_BYTES).removeprefix(b"\xef\xbb\xbf")
-    except (OSError, EOFError, zlib.error) as error:
-        if _is_remote(file):
-            raise
-        raise _damaged(file, error) from error
+def _plain(file: str, handle: BinaryIO) -> Any:
+    return gzip.GzipFile(fileobj=handle) if file.lower().endswith(".gz") else handle
 
 
 def _parquet_rows(unit: Unit, text_column: str) -> list[str | Unusable]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    try:
-        with _open(unit.file) as handle:
-            reader = pq.ParquetFile(handle, metadata=_footer(unit.file))
-            column = reader.read_row_group(unit.start, columns=[text_column], use_threads=False)[text_column]
-    except pa.ArrowException as error:
-        raise _damaged(unit.file, error) from error
+    with _opened(unit.file) as handle:
+        reader = pq.ParquetFile(handle, metadata=_footer(unit.file))
+        column = reader.read_row_group(unit.start, columns=[text_column], use_threads=False)[text_column]
     try:
         return [_checked(value) for value in column.to_pylist()]
     except UnicodeDecodeError:  # arrow does not check what a file calls text
@@ -313,39 +275,29 @@ def _parquet_rows(unit: Unit, text_column: str) -> list[str | Unusable]:
 
 
 def _read_span(unit: Unit) -> bytes:
-    """The lines that begin in [start, stop) of the file; the whole of a compressed one. No leading BOM."""
-    with _open(unit.file) as handle:
-        if unit.file.endswith(".gz"):
-            return gzip.GzipFile(fileobj=handle).read().removeprefix(b"\xef\xbb\xbf")
+    """The lines that begin in [start, stop) of the file, or the whole of a compressed one."""
+    with _opened(unit.file) as handle:
         if unit.start == 0:
-            data = handle.read(unit.stop)
+            plain = _plain(unit.file, handle)
+            data = (plain.read() if plain is not handle else handle.read(unit.stop)).removeprefix(BOM)
         else:
-            # One byte earlier: the line that begins at `start` follows a line end just before it.
+            # From one byte earlier: a line that begins at `start` follows a line end just before it.
             handle.seek(unit.start - 1)
-            data = handle.read(unit.stop - unit.start + 1)
-            line_end = data.find(b"\n")
-            if line_end < 0:
-                return b""  # inside one long line, which belongs to an earlier unit
-            data = data[line_end + 1 :]
+            _, _, data = handle.read(unit.stop - unit.start + 1).partition(b"\n")
         pieces = [data]
         while pieces[-1] and not pieces[-1].endswith(b"\n"):
-            piece = handle.read(TEXT_DOCUMENT_BYTES)
-            line_end = piece.find(b"\n")
-            pieces.append(piece if line_end < 0 else piece[: line_end + 1])
-        data = b"".join(pieces)
-    return data.removeprefix(b"\xef\xbb\xbf") if unit.start == 0 else data
+            head, line_end, _ = handle.read(TEXT_DOCUMENT_BYTES).partition(b"\n")
+            pieces.append(head + line_end)
+    return b"".join(pieces)
 
 
 def _text_documents(unit: Unit, data: bytes) -> Iterator[str]:
     """One document, or documents of about 64 KiB cut at line ends where the file is large."""
     try:
-        text = data.decode("utf-8")
+        text = data.decode("utf-8").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
-        raise UserError(
-            f"dataset: {unit.file} is not UTF-8 text (byte 0x{data[error.start]:02x} at {error.start:,} of the "
-            f"part from {unit.start:,}); convert it, for example with iconv"
-        ) from error
-    text = text.replace("\r\n", "\n")
+        where = f"byte 0x{data[error.start]:02x} at {error.start:,} of the part from {unit.start:,}"
+        raise UserError(f"dataset: {unit.file} is not UTF-8 text ({where}); convert it, say with iconv") from error
     if unit.rows == 1:
         yield text
         return
@@ -394,21 +346,20 @@ def _checked(value: Any) -> str | Unusable:
 
 def _open_embedded() -> Source:
     documents = _embedded_documents()
-    size_bytes = sum(len(document.encode()) for document in documents)
-    identity = xxhash.xxh3_64_hexdigest("\0".join(documents).encode())
+    data = "\0".join(documents).encode()
     return Source(
-        units=[Unit("embedded", "embedded", 0, size_bytes, len(documents))],
+        units=[Unit("embedded", 0, len(data), len(documents))],
         text_column="text",
-        size_bytes=size_bytes,
+        size_bytes=len(data),
         is_local=True,
-        fingerprint={"dataset": "embedded", "hash": identity},
-        description=f"this Python's own documentation: {len(documents):,} documents, {size_bytes / 1e6:.1f} MB",
+        fingerprint={"dataset": "embedded", "hash": xxhash.xxh3_64_hexdigest(data)},
+        description=f"this Python's own documentation: {len(documents):,} documents, {len(data) / 1e6:.1f} MB",
     )
 
 
 @functools.lru_cache(maxsize=1)
 def _embedded_documents() -> tuple[str, ...]:
-    """The topics of `pydoc`, then each docstring of the standard library of some length, once.
+    """The topics of `pydoc`, then each longer docstring of the standard library, once.
 
     The source files are parsed, not imported. The text differs between Python versions.
     """
@@ -423,18 +374,14 @@ def _embedded_documents() -> tuple[str, ...]:
         documents.update(dict.fromkeys(topics[topic] for topic in sorted(topics)))
     root = Path(sysconfig.get_path("stdlib"))
     left_out = {"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3", "pydoc_data"}
-    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     for path in sorted(root.rglob("*.py")):
         if left_out.intersection(path.relative_to(root).parts):
             continue
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                tree = ast.parse(path.read_bytes())
-        except (SyntaxError, ValueError):
-            continue
-        for node in ast.walk(tree):
-            docstring = ast.get_docstring(node) if isinstance(node, documented) else None
-            if docstring and len(docstring) >= EMBEDDED_DOCSTRING_CHARACTERS:
-                documents.setdefault(docstring)
+        with contextlib.suppress(SyntaxError, ValueError), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for node in ast.walk(ast.parse(path.read_bytes())):
+                if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+                    docstring = ast.get_docstring(node) or ""
+                    if len(docstring) >= EMBEDDED_DOCSTRING_CHARACTERS:
+                        documents.setdefault(docstring)
     return tuple(document for document in documents if isinstance(_checked(document), str))

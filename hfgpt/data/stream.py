@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import signal
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -53,7 +53,6 @@ class MemoryBlocks:
     def __init__(
         self,
         tokens: np.ndarray,
-        *,
         seed: int,
         sequence_length: int,
         blocks_per_step: int,
@@ -69,13 +68,7 @@ class MemoryBlocks:
         self.divisible = blocks_per_step
         self._phases = min(sequence_length, len(tokens) - sequence_length)
         self.blocks_per_epoch = (len(tokens) - self._phases) // sequence_length
-        self.fingerprint = {
-            "stream": "memory",
-            "seed": seed,
-            "sequence_length": sequence_length,
-            "blocks_per_step": blocks_per_step,
-            **fingerprint,
-        }
+        self.fingerprint = {"stream": "memory", **_shape(self), **fingerprint}
 
     def start(self) -> dict[str, Any]:
         return {"epoch": 0, "block": 0}
@@ -92,7 +85,7 @@ class MemoryBlocks:
                 starts = self._epoch_starts(epoch)
                 block = min(self.blocks_per_step - len(taken), len(starts))
                 taken = np.concatenate((taken, starts[:block]))
-            blocks = _windows(self.tokens, taken[first:last], self.sequence_length)
+            blocks = _blocks(self.tokens, taken[first:last], self.sequence_length)
             yield StepBatch(blocks, {"epoch": epoch, "block": block})
 
     def _epoch_starts(self, epoch: int) -> np.ndarray:
@@ -133,7 +126,6 @@ class DocumentStream:
         self,
         source: Source,
         encoder: Encoder,
-        *,
         seed: int,
         sequence_length: int,
         blocks_per_step: int,
@@ -149,13 +141,7 @@ class DocumentStream:
         self._cache: dict[int, list[str | Unusable]] = {}  # of the units read last, oldest first
         self._epochs: dict[int, np.ndarray] = {}
         self._parts = self._cut_units()
-        self.fingerprint = {
-            "stream": "documents",
-            "seed": seed,
-            "sequence_length": sequence_length,
-            "blocks_per_step": blocks_per_step,
-            **fingerprint,
-        }
+        self.fingerprint = {"stream": "documents", **_shape(self), **fingerprint}
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_cache": {}, "_epochs": {}}
@@ -165,12 +151,31 @@ class DocumentStream:
 
     def steps(self, position: dict[str, Any], first: int, last: int) -> Iterator[StepBatch]:
         """Blocks of the streams `first` to `last` of each step from `position` on, stream after stream."""
+        streams = [self._packed(i, position["streams"][i]) for i in range(first, last)]
+        return map(_side_by_side, zip(*streams))  # noqa: B905 all are endless
+
+    def _packed(self, stream: int, cursor: list[int]) -> Iterator[StepBatch]:
+        """One logical stream's documents end to end, as its blocks of each step."""
+        documents, token, length = self.documents(stream, cursor), cursor[-1], self.sequence_length
         count = self.blocks_per_step // self.streams
-        readers = [_Reader(self, i, position["streams"][i]) for i in range(first, last)]
+        pending = deque([next(documents)])
+        skipped = pending[0].skipped
         while True:
-            skipped: Counter[str] = Counter()
-            blocks = np.concatenate([reader.blocks(count, skipped) for reader in readers])
-            yield StepBatch(blocks, {"streams": [reader.cursor for reader in readers]}, dict(skipped))
+            pieces: list[np.ndarray] = []
+            missing, offset = count * length + 1, token
+            while missing:
+                if len(pieces) == len(pending):
+                    pending.append(next(documents))
+                pieces.append(pending[len(pieces)].ids[offset : offset + missing])
+                missing, offset = missing - len(pieces[-1]), 0
+            token += count * length
+            while token >= len(pending[0].ids):
+                token -= len(pending.popleft().ids)
+                # Counted when the cursor passes them, so that a resume counts none twice.
+                skipped = skipped + pending[0].skipped
+            blocks = _blocks(np.concatenate(pieces), np.arange(count) * length, length)
+            yield StepBatch(blocks, {"streams": [[*pending[0].place, token]]}, dict(skipped))
+            skipped = Counter()
 
     def documents(self, stream: int, cursor: list[int]) -> Iterator[_Document]:
         """The documents of one logical stream, endless, from the one at `cursor` on."""
@@ -252,36 +257,6 @@ class DocumentStream:
         )
 
 
-class _Reader:
-    """Packs the documents of one logical stream into blocks; `cursor` is where its next block starts."""
-
-    def __init__(self, stream: DocumentStream, index: int, cursor: list[int]) -> None:
-        self.cursor = list(cursor)
-        self._length = stream.sequence_length
-        self._documents = stream.documents(index, self.cursor)
-        self._pending: deque[_Document] = deque()
-
-    def blocks(self, count: int, skipped: Counter[str]) -> np.ndarray:
-        """The next `count` blocks, [count, sequence_length + 1]; rows passed over are added to `skipped`."""
-        if not self._pending:
-            self._pending.append(next(self._documents))
-            skipped.update(self._pending[0].skipped)
-        pieces: list[np.ndarray] = []
-        missing, offset = count * self._length + 1, self.cursor[-1]
-        while missing:
-            if len(pieces) == len(self._pending):
-                self._pending.append(next(self._documents))
-            pieces.append(self._pending[len(pieces)].ids[offset : offset + missing])
-            missing, offset = missing - len(pieces[-1]), 0
-        token = self.cursor[-1] + count * self._length
-        while token >= len(self._pending[0].ids):
-            token -= len(self._pending.popleft().ids)
-            # Counted when the cursor passes them, so that a resume counts none twice.
-            skipped.update(self._pending[0].skipped)
-        self.cursor = [*self._pending[0].place, token]
-        return _windows(np.concatenate(pieces), np.arange(count) * self._length, self._length)
-
-
 Stream = MemoryBlocks | DocumentStream
 
 
@@ -347,16 +322,23 @@ def _from_workers(parts: _WorkerParts, workers: int) -> Iterator[StepBatch]:
         generator=torch.Generator(),  # or the loader would draw from the global one, which training uses
     )
     items = iter(loader)  # takes one item of each worker in turn
-    while True:
-        step: list[StepBatch] = []
-        for _ in range(workers):
-            item = next(items)
-            if isinstance(item, UserError):
-                raise item
-            step.append(item)
-        skipped = sum((Counter(part.skipped) for part in step), Counter[str]())
-        position = merge_positions([part.position for part in step])
-        yield StepBatch(np.concatenate([part.blocks for part in step]), position, dict(skipped))
+    try:
+        while True:
+            step: list[StepBatch] = []
+            for _ in range(workers):
+                item = next(items)
+                if isinstance(item, UserError):
+                    raise item
+                step.append(item)
+            yield _side_by_side(step)
+    finally:
+        del items  # ends the workers now: left to the garbage collector, each would be waited for 5 s
+
+
+def _side_by_side(parts: Sequence[StepBatch]) -> StepBatch:
+    skipped = sum((Counter(part.skipped) for part in parts), Counter[str]())
+    position = merge_positions([part.position for part in parts])
+    return StepBatch(np.concatenate([part.blocks for part in parts]), position, dict(skipped))
 
 
 def merge_positions(positions: list[dict[str, Any]]) -> dict[str, Any]:
@@ -369,21 +351,20 @@ def merge_positions(positions: list[dict[str, Any]]) -> dict[str, Any]:
 
 def check_fingerprint(saved: dict[str, Any], current: dict[str, Any]) -> None:
     """Raise `UserError` naming each key whose value is not the one that the position was saved with."""
-    old, new = _flat(saved), _flat(current)
-    changed = [key for key in dict.fromkeys([*old, *new]) if old.get(key) != new.get(key)]
+    changed = [
+        f"{key} was {saved.get(key)!r}, now {current.get(key)!r}"
+        for key in dict.fromkeys([*saved, *current])
+        if saved.get(key) != current.get(key)
+    ]
     if changed:
-        details = "; ".join(f"{key} was {old.get(key)!r}, now {new.get(key)!r}" for key in changed)
         raise UserError(
-            f"resume_from_checkpoint: the text is not the one this run was trained on ({details}); "
+            f"resume_from_checkpoint: the text is not the one this run was trained on ({'; '.join(changed)}); "
             "restore these values, or start a new run in another output_dir"
         )
 
 
-def _flat(fingerprint: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in fingerprint.items():
-        flat.update(_flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value})
-    return flat
+def _shape(stream: Stream) -> dict[str, int]:
+    return {key: getattr(stream, key) for key in ("seed", "sequence_length", "blocks_per_step")}
 
 
 def text_hash(text: str) -> int:
@@ -412,7 +393,7 @@ def _hashes(values: np.ndarray, *keys: int) -> np.ndarray:
     return bits ^ (bits >> np.uint64(31))
 
 
-def _windows(tokens: np.ndarray, starts: np.ndarray, length: int) -> np.ndarray:
+def _blocks(tokens: np.ndarray, starts: np.ndarray, length: int) -> np.ndarray:
     return tokens[starts[:, None] + np.arange(length + 1)]
 
 

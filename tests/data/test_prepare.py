@@ -1,0 +1,285 @@
+"""From a data set's name to streams: what is held out, what is told, and a data set on the Hub."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hub_server import HubServer
+
+from hfgpt.data import prepare_data
+from hfgpt.data.stream import DocumentStream, MemoryBlocks, iterate
+from hfgpt.errors import UserError
+
+WORDS = [
+    "the",
+    "quick",
+    "brown",
+    "fox",
+    "jumps",
+    "over",
+    "a",
+    "lazy",
+    "dog",
+    "while",
+    "nobody",
+    "else",
+    "looks",
+    "at",
+    "it",
+]
+
+
+def texts(count):
+    return [" ".join([f"document {n}:", *(WORDS[(n * k) % 15] for k in range(n % 20 + 3))]) for n in range(count)]
+
+
+def prepare(dataset, **options):
+    settings = {"tokenizer": "char", "seed": 1, "sequence_length": 16, "blocks_per_step": 8, "n_positions": 16}
+    return prepare_data(dataset=str(dataset), **{**settings, **options})
+
+
+def write(path, documents, rows_per_group=10):
+    if path.suffix == ".txt":
+        path.write_text("\n".join(documents))
+    elif path.suffix == ".jsonl":
+        path.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
+    else:
+        pq.write_table(pa.table({"text": documents}), path, row_group_size=rows_per_group)
+    return path
+
+
+def lines_of(data, tokens):
+    return data.tokenizer.decode(tokens).strip("\n").split("\n")
+
+
+def training_lines(data, epochs):
+    """All texts of the training stream over `epochs` epochs (of single-line documents without separator)."""
+    if isinstance(data.train, MemoryBlocks):
+        return lines_of(data, data.train.tokens)
+    lines = []
+    for i in range(data.train.streams):
+        for document in data.train.documents(i, [0, 0, 0, 0, 0]):
+            if document.place[0] == epochs:
+                break
+            lines += lines_of(data, document.ids)
+    return lines
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+@pytest.mark.parametrize("rows_per_group", [8, 40])
+def test_validation_is_never_trained_on(tmp_path, streaming, rows_per_group):
+    path = write(tmp_path / "a.parquet", texts(120), rows_per_group)
+    data = prepare(path, streaming=streaming)
+    validation, training = lines_of(data, data.validation), training_lines(data, 3)
+    assert validation and set(validation) | set(training) == set(texts(120))
+    assert not set(validation) & set(training)
+    assert lines_of(prepare(path, streaming=streaming, seed=2), data.validation) == validation
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+def test_copies_of_validation_documents_are_dropped_and_counted(tmp_path, streaming):
+    documents = texts(60)
+    data = prepare(write(tmp_path / "a.jsonl", [documents[-1], *documents]), streaming=streaming)
+    assert documents[-1] in lines_of(data, data.validation)
+    assert documents[-1] not in training_lines(data, 2)
+    skipped = data.skipped
+    if streaming:
+        for batch in islice(iterate(data.train, None), 40):
+            skipped.update(batch.skipped)
+    assert skipped["in_validation"] >= 1
+
+
+def test_last_tenth_of_a_single_document_is_held_out(tmp_path):
+    text = "".join(f"line {n * n}\n" for n in range(500)) + "the end"
+    (tmp_path / "a.txt").write_text(text)
+    data = prepare(tmp_path / "a.txt")
+    cut = int(0.9 * len(text))
+    assert data.tokenizer.decode(data.train.tokens) == text[:cut]
+    assert data.tokenizer.decode(data.validation) == text[cut:]
+
+
+def test_last_documents_of_several_make_a_tenth(tmp_path):
+    documents = texts(100)
+    data = prepare(write(tmp_path / "a.jsonl", documents))
+    validation = lines_of(data, data.validation)
+    assert validation == documents[-len(validation) :]
+    total = sum(map(len, documents))
+    assert sum(map(len, validation[1:])) < total / 10 <= sum(map(len, validation))
+
+
+def test_held_out_rows_of_a_document_stream(tmp_path):
+    documents = texts(200)
+    few = prepare(write(tmp_path / "few.parquet", documents, 50), streaming=True)
+    assert lines_of(few, few.validation) == documents[-5:]
+    many = prepare(write(tmp_path / "many.parquet", documents, 15), streaming=True)
+    assert lines_of(many, many.validation) == documents[-5:]  # the last of 14 row groups
+    tiny = prepare(write(tmp_path / "tiny.parquet", documents, 3), streaming=True)
+    assert lines_of(tiny, tiny.validation) == documents[-2:]
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+def test_evaluation_file(tmp_path, streaming):
+    train, other = texts(80), texts(95)[80:]
+    eval_path = write(tmp_path / "eval.jsonl", [*other, train[0]])
+    data = prepare(write(tmp_path / "a.jsonl", train), eval_dataset=str(eval_path), streaming=streaming)
+    assert lines_of(data, data.validation) == [*other, train[0]]
+    assert sorted(training_lines(data, 1)) == sorted(train[1:])
+
+
+def test_evaluation_tokens_cut_the_run(tmp_path):
+    path = write(tmp_path / "a.jsonl", texts(100))
+    whole, cut = prepare(path), prepare(path, eval_tokens=50)
+    assert len(cut.validation) == 51
+    assert np.array_equal(cut.validation, whole.validation[:51])
+    assert np.array_equal(cut.train.tokens, whole.train.tokens)
+
+
+def test_kind_of_stream_by_size_and_by_request(tmp_path, monkeypatch):
+    path = write(tmp_path / "a.jsonl", texts(100))
+    assert isinstance(prepare(path).train, MemoryBlocks)
+    assert isinstance(prepare(path, streaming=True).train, DocumentStream)
+    monkeypatch.setattr("hfgpt.data.IN_MEMORY_BYTES", 1000)
+    assert isinstance(prepare(path).train, DocumentStream)
+    assert isinstance(prepare(path, streaming=False).train, MemoryBlocks)
+
+
+def test_character_vocabulary_knows_the_validation_text_and_bpe_does_not(tmp_path):
+    path = write(tmp_path / "a.jsonl", [*texts(100), "zyzzyva é " * 40])
+    for streaming in (True, False):
+        assert "é" in prepare(path, streaming=streaming).tokenizer.get_vocab()
+        tokens = prepare(path, tokenizer="bpe-300", streaming=streaming).tokenizer.get_vocab()
+        assert not any("zz" in token for token in tokens)
+
+
+def test_unusable_rows_are_counted(tmp_path):
+    path = write(tmp_path / "a.jsonl", [*texts(50), None, ""])
+    assert prepare(path).skipped == {"null": 1, "empty": 1}
+
+
+def test_tokenizer_object_is_taken_as_it_is(tmp_path):
+    path = write(tmp_path / "a.jsonl", texts(100))
+    first = prepare(path)
+    again = prepare(path, tokenizer=first.tokenizer)
+    assert again.tokenizer is first.tokenizer
+    assert again.train.fingerprint == first.train.fingerprint
+    assert json.loads(json.dumps(first.train.fingerprint)) == first.train.fingerprint
+
+
+def test_fingerprint_does_not_depend_on_the_folder(tmp_path):
+    prints = []
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        write(tmp_path / name / "a.jsonl", texts(100))
+        prints.append(prepare(tmp_path / name, streaming=True).train.fingerprint)
+    assert prints[0] == prints[1]
+
+
+def test_plan_tells_what_is_trained_on(tmp_path):
+    description = "\n".join(prepare(write(tmp_path / "a.jsonl", texts(100))).description)
+    for fact in ("a.jsonl: 1 file", "char, ", " entries", "in memory", "blocks an epoch", "held out"):
+        assert fact in description
+
+
+@pytest.mark.parametrize(
+    ("documents", "options", "message"),
+    [
+        (["ab"], {}, "fewer than one block.*sequence_length=16"),
+        ([None, ""], {}, "holds no usable document"),
+        ([None, ""], {"streaming": True}, "holds no usable document"),
+        (texts(30), {"eval_dataset": "nowhere.txt"}, r"^eval_dataset=nowhere\.txt: no such file"),
+        (texts(30), {"tokenizer": "bpe-1"}, "^tokenizer=bpe-1"),
+        (texts(5), {"streaming": True}, "too few training documents"),
+        (["same"] * 30, {}, "0 training tokens"),
+    ],
+)
+def test_impossible_text_is_refused(tmp_path, documents, options, message):
+    with pytest.raises(UserError, match=message):
+        prepare(write(tmp_path / "a.jsonl", documents), **options)
+
+
+HUB = """
+import json, sys
+from hfgpt.data import prepare_data
+from hfgpt.errors import UserError
+
+def prepare(**options):
+    settings = dict(tokenizer="char", seed=1, sequence_length=16, blocks_per_step=8, n_positions=16)
+    return prepare_data(**{**settings, **options})
+
+from itertools import islice
+from hfgpt.data.stream import iterate
+data = prepare(dataset="user/corpus", eval_dataset="validation")
+problems = []
+for options in (
+    {"dataset": "user/corpus", "dataset_split": "trian"},
+    {"dataset": "user/corpus", "eval_dataset": "valid"},
+    {"dataset": "user/corpus", "dataset_name": "other"},
+    {"dataset": "user/corpus", "dataset_revision": "v9"},
+    {"dataset": "user/corpus", "text_column": "body"},
+    {"dataset": "user/absent"},
+):
+    try:
+        prepare(**options)
+    except UserError as error:
+        problems.append(str(error))
+print(json.dumps({
+    "text": [row for unit in data.train.source.units for row in data.train.source.read(unit)],
+    "kind": data.train.fingerprint["stream"],
+    "commit": data.train.fingerprint["dataset.commit"],
+    "validation": data.tokenizer.decode(data.validation),
+    "blocks": [batch.blocks.tolist() for batch in islice(iterate(data.train, None, num_workers=1), 5)],
+    "problems": problems,
+}))
+"""
+
+
+@pytest.mark.slow
+def test_hub_dataset_gives_the_same_documents_as_local_files(tmp_path):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    write(folder / "train-00000-of-00002.parquet", texts(60)[:40])
+    write(folder / "train-00001-of-00002.parquet", texts(60)[40:])
+    write(folder / "validation-00000-of-00001.parquet", texts(70)[60:])
+    files = {f"data/{path.name}": path.read_bytes() for path in folder.iterdir()}
+    with HubServer({"datasets/user/corpus": files}, token="hf_secret") as hub:
+        result = subprocess.run(
+            [sys.executable, "-c", HUB],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            env={**os.environ, **hub.environment(tmp_path / "home"), "HF_HUB_OFFLINE": "0"},
+        )
+        commit = hub.commit("datasets/user/corpus")
+        row_groups = [path for method, path, range_ in hub.requests if method == "GET" and range_]
+    assert result.returncode == 0, result.stderr
+    found = json.loads(result.stdout)
+    assert found["text"] == texts(60)
+    assert found["kind"] == "documents" and found["commit"] == commit
+    assert found["validation"].split("\n") == texts(70)[60:]
+    local = prepare(str(folder / "train-*"), eval_dataset=str(folder / "validation-*"), streaming=True)
+    assert found["blocks"] == [batch.blocks.tolist() for batch in islice(iterate(local.train, None), 5)]
+    assert all(f"/resolve/{commit}/data/" in path for path in row_groups)  # the commit, whatever moves meanwhile
+    split, eval_split, name, revision, column, absent = found["problems"]
+    assert "dataset_split=trian: user/corpus has no such split; it has train, validation" in split
+    assert "eval_dataset=valid: user/corpus has no such split; it has train, validation" in eval_split
+    assert "dataset_name=other" in name and "default" in name
+    assert "dataset_revision=v9" in revision
+    assert "text_column=body: not in " in column and "its columns are text" in column
+    assert "dataset=user/absent: " in absent and len(absent.splitlines()) == 1
+
+
+def test_missing_local_text_column_is_refused_before_anything_is_written(tmp_path):
+    write(tmp_path / "a.jsonl", texts(20))
+    before = sorted(Path(tmp_path).rglob("*"))
+    with pytest.raises(UserError, match=r"text_column=body: not in .*; its columns are text"):
+        prepare(tmp_path / "a.jsonl", text_column="body")
+    assert sorted(Path(tmp_path).rglob("*")) == before
