@@ -90,8 +90,9 @@ def open_source(
 
     Files are parquet, jsonl (one JSON object per line) or txt, the last two also as .gz. A txt file of up to
     16 MiB is one document, a larger one is cut at line ends into documents of about 64 KiB. `name`, `split`
-    and `revision` choose within a Hub dataset, which is pinned to the commit they resolve to. Looks at each
-    file's head or footer, and raises `UserError` for what cannot be found or read.
+    and `revision` choose within a Hub dataset, which is pinned to the commit they resolve to; of a local folder
+    all files below it are read. Looks at each file's head or footer, and raises `UserError` for what cannot be
+    found or read.
     """
     if dataset == "embedded":
         return _open_embedded()
@@ -107,13 +108,14 @@ def open_source(
         per_file = list(pool.map(lambda file: _file_units(file, text_column), files))
     _check_first_lines(files, text_column)
     size_bytes = sum(size for _, size in per_file)
+    plural = "" if len(files) == 1 else "s"
     return Source(
         units=[unit for units, _ in per_file for unit in units],
         text_column=text_column,
         size_bytes=size_bytes,
         is_local=is_local,
         fingerprint={**fingerprint, "bytes": size_bytes, "text_column": text_column},
-        description=f"{label}: {len(files):,} file{'s'[: len(files) != 1]}, {size_bytes / 1e6:,.1f} MB",
+        description=f"{label}: {len(files):,} file{plural}, {size_bytes / 1e6:,.1f} MB",
     )
 
 

@@ -53,6 +53,7 @@ class MemoryBlocks:
     def __init__(
         self,
         tokens: np.ndarray,
+        *,
         seed: int,
         sequence_length: int,
         blocks_per_step: int,
@@ -126,6 +127,7 @@ class DocumentStream:
         self,
         source: Source,
         encoder: Encoder,
+        *,
         seed: int,
         sequence_length: int,
         blocks_per_step: int,
@@ -202,7 +204,7 @@ class DocumentStream:
                     first_row = 0
                 first_window = 0
             if from_start and not found:
-                raise self._too_few(f"number {stream} found none ({dict(skipped)} passed over)")
+                raise self._too_few(f"stream {stream} found none ({dict(skipped)} passed over)")
             epoch, first_place, from_start, found = epoch + 1, 0, True, False
 
     def _epoch_parts(self, epoch: int) -> np.ndarray:
@@ -219,21 +221,19 @@ class DocumentStream:
 
     def _cut_units(self) -> np.ndarray:
         """All rows (unit, part, parts), int64: at least 8 for each stream if there are that many rows."""
-        units = len(self.source.units) if self.held_out is None else self.held_out.unit + 1
-        wanted = math.ceil(PARTS_PER_STREAM * self.streams / max(units, 1))
-        counts = [min(wanted, self._row_count(unit, wanted)) for unit in range(units)]
+        units = self.source.units if self.held_out is None else self.source.units[: self.held_out.unit + 1]
+        wanted = math.ceil(PARTS_PER_STREAM * self.streams / max(len(units), 1))
+        counts = []
+        for i, unit in enumerate(units):
+            rows = unit.rows
+            if rows is None:  # a large source surely has enough of them
+                rows = len(self._unit_rows(i)) if wanted > 1 and self.source.size_bytes <= COUNTED_BYTES else wanted
+            if self.held_out is not None and i == self.held_out.unit:
+                rows = min(rows, self.held_out.row)
+            counts.append(min(rows, wanted))
         if sum(counts) < self.streams:
             raise self._too_few(f"there are {sum(counts)}")
-        return np.array([(unit, part, n) for unit, n in enumerate(counts) for part in range(n)], np.int64)
-
-    def _row_count(self, unit: int, wanted: int) -> int:
-        """Rows of a unit for training; `wanted` where only reading much text could tell."""
-        rows = self.source.units[unit].rows
-        if rows is None and wanted > 1 and self.source.size_bytes <= COUNTED_BYTES:
-            rows = len(self._unit_rows(unit))
-        held_out = self.held_out is not None and unit == self.held_out.unit
-        limit = self.held_out.row if self.held_out and held_out else wanted
-        return min(limit, wanted if rows is None else rows)
+        return np.array([(i, part, count) for i, count in enumerate(counts) for part in range(count)], np.int64)
 
     def _rows(self, unit: int, part: int, parts: int) -> list[str | Unusable]:
         rows = self._unit_rows(unit)
@@ -299,8 +299,9 @@ class _WorkerParts(torch.utils.data.IterableDataset[Any]):
     def __iter__(self) -> Iterator[StepBatch | UserError]:
         worker = torch.utils.data.get_worker_info()
         assert worker is not None
-        # Ctrl-C reaches the whole process group, and only the main process may decide what it means.
+        # Signals often reach the whole process group, and the main process alone decides what they mean.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         first = self.first + self.count * worker.id // worker.num_workers
         last = self.first + self.count * (worker.id + 1) // worker.num_workers
         try:

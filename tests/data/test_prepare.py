@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import subprocess
@@ -208,7 +209,7 @@ def test_impossible_text_is_refused(tmp_path, documents, options, message):
 
 HUB = """
 import json, sys
-from hfgpt.data import prepare_data
+from hfgpt.data import prepare_data, sources
 from hfgpt.errors import UserError
 
 def prepare(**options):
@@ -231,7 +232,11 @@ for options in (
         prepare(**options)
     except UserError as error:
         problems.append(str(error))
+sources.SPAN_BYTES = 300
+lines = sources.open_source("user/lines")
 print(json.dumps({
+    "lines": [row for unit in lines.units for row in lines.read(unit)],
+    "spans": len(lines.units),
     "text": [row for unit in data.train.source.units for row in data.train.source.read(unit)],
     "kind": data.train.fingerprint["stream"],
     "commit": data.train.fingerprint["dataset.commit"],
@@ -250,7 +255,10 @@ def test_hub_dataset_gives_the_same_documents_as_local_files(tmp_path):
     write(folder / "train-00001-of-00002.parquet", texts(60)[40:])
     write(folder / "validation-00000-of-00001.parquet", texts(70)[60:])
     files = {f"data/{path.name}": path.read_bytes() for path in folder.iterdir()}
-    with HubServer({"datasets/user/corpus": files}, token="hf_secret") as hub:
+    lines = write(tmp_path / "a.jsonl", texts(30)).read_bytes()
+    lines_files = {"a.jsonl": lines, "b.jsonl.gz": gzip.compress(lines), "README.md": b"# Lines"}
+    repositories = {"datasets/user/corpus": files, "datasets/user/lines": lines_files}
+    with HubServer(repositories, token="hf_secret") as hub:
         result = subprocess.run(
             [sys.executable, "-c", HUB],
             capture_output=True,
@@ -263,11 +271,13 @@ def test_hub_dataset_gives_the_same_documents_as_local_files(tmp_path):
     assert result.returncode == 0, result.stderr
     found = json.loads(result.stdout)
     assert found["text"] == texts(60)
+    assert found["lines"] == texts(30) * 2 and found["spans"] == -(-len(lines) // 300) + 1
     assert found["kind"] == "documents" and found["commit"] == commit
     assert found["validation"].split("\n") == texts(70)[60:]
     local = prepare(str(folder / "train-*"), eval_dataset=str(folder / "validation-*"), streaming=True)
     assert found["blocks"] == [batch.blocks.tolist() for batch in islice(iterate(local.train, None), 5)]
-    assert all(f"/resolve/{commit}/data/" in path for path in row_groups)  # the commit, whatever moves meanwhile
+    # Whatever moves meanwhile, reads are of the commit.
+    assert all(f"/resolve/{commit}/data/" in path for path in row_groups if "user/corpus" in path)
     split, eval_split, name, revision, column, absent = found["problems"]
     assert "dataset_split=trian: user/corpus has no such split; it has train, validation" in split
     assert "eval_dataset=valid: user/corpus has no such split; it has train, validation" in eval_split
