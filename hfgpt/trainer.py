@@ -177,12 +177,12 @@ class Pretrainer:
         if self.accelerator.is_main_process:
             print("\n".join(self.plan.lines()), flush=True)
         step = self.state.global_step
+        if not (self.resumed_from and self.run.run_json.exists()):
+            self.run.start(run_facts(self.plan, self.data.train.fingerprint))
+        self.run.rewind(step if self.resumed_from else -1)
         if self.resumed_from:
-            self.run.rewind(step)
             self._record(event="resume", checkpoint=self.resumed_from.name)
         else:
-            self.run.start(run_facts(self.plan, self.data.train.fingerprint))
-            self.run.rewind(-1)
             self._record(event="start")
 
     def to_tensors(self, blocks: np.ndarray) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,7 @@ CONFIG = {
     "output_dir": "out/quickstart",
     "sequence_length": 128,
     "per_device_train_batch_size": 16,
-    "max_steps": 300,
+    "max_steps": 400,
     "learning_rate": 3e-3,
     "warmup_steps": 30,
     "eval_steps": 100,

@@ -1,0 +1,115 @@
+"""Every recipe as a user launches it, and what a user sees who launches it wrongly."""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hfgpt.data.tokenization import load_tokenizer, save_tokenizer
+
+ROOT = Path(__file__).parent.parent
+RECIPES = sorted(path.stem for path in (ROOT / "recipes").glob("*.py"))
+TINY = '{"n_layer": 2, "n_head": 2, "n_embd": 32, "n_positions": 64}'
+
+
+def launch(recipe: str, *flags: str, config: str | None = "cpu") -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "accelerate.commands.launch"]
+    if config:
+        command += ["--config_file", str(ROOT / "accelerate_configs" / f"{config}.yaml")]
+    return subprocess.run(
+        [*command, str(ROOT / "recipes" / f"{recipe}.py"), *flags],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "ACCELERATE_USE_CPU": "true"},
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_recipe_runs_two_steps_and_its_checkpoint_loads_elsewhere(recipe, tmp_path, document_folder):
+    flags = ["--dataset", str(document_folder), "--output_dir", str(tmp_path / "run"), "--max_steps", "2"]
+    flags += ["--model", TINY, "--sequence_length", "64", "--eval_tokens", "500", "--logging_steps", "1"]
+    flags += ["--per_device_train_batch_size", "4"]
+    if recipe.startswith("fineweb"):
+        flags += ["--tokenizer", "bpe-300", "--tokens_per_step", "1024", "--streaming", "true"]
+    done = launch(recipe, *flags, config=None if recipe == "quickstart" else "cpu")
+    assert done.returncode == 0, done.stderr
+    for said in ("x accumulation", "expected", "compile  off", "checkpoint-2", "parameters"):
+        assert said in done.stdout
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "loss" in line] == [1, 2]
+    assert any("eval_perplexity" in line for line in lines)
+    folder = tmp_path / "run" / "checkpoint-latest"
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    ids = tokenizer("document", return_tensors="pt").input_ids
+    assert model.generate(ids, max_new_tokens=5, do_sample=False, pad_token_id=0).shape[1] > ids.shape[1]
+
+
+@pytest.mark.slow
+def test_a_compiled_run_resumes_bit_for_bit(tmp_path, text_file):
+    flags = ["--dataset", str(text_file), "--model", TINY, "--torch_compile", "true", "--eval_steps", "2"]
+    flags += ["--save_steps", "2", "--logging_steps", "1", "--eval_tokens", "500"]
+    flags += ["--max_steps", "4"]
+    done = launch("shakespeare_char", *flags, "--output_dir", str(tmp_path / "whole"))
+    assert done.returncode == 0, done.stderr
+    flags += ["--resume_from_checkpoint", str(tmp_path / "whole" / "checkpoint-2")]
+    resumed = launch("shakespeare_char", *flags, "--output_dir", str(tmp_path / "resumed"))
+    assert resumed.returncode == 0, resumed.stderr
+    weights = [(tmp_path / name / "checkpoint-4" / "model.safetensors").read_bytes() for name in ("whole", "resumed")]
+    assert weights[0] == weights[1]
+
+
+def run_here(monkeypatch, recipe: str, *flags: str) -> int:
+    monkeypatch.setattr(sys, "argv", [f"{recipe}.py", *flags])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(str(ROOT / "recipes" / f"{recipe}.py"), run_name="__main__")
+    return end.value.code
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--gradient_acumulation_steps", "4"], ["gradient_acumulation_steps", "gradient_accumulation_steps?"]),
+        (["--model", '{"n_embd": 30, "n_head": 4}'], ["30", "4"]),
+        (["--tokens_per_step", "1000"], ["1000", "768"]),
+        (["--dataset", "{tmp}/nowhere.txt"], ["nowhere.txt"]),
+        (["--dataset", "{documents}", "--text_column", "body"], ["body", "text, id"]),
+        (["--dataset", "{tmp}/short.txt"], ["sequence_length"]),
+        (["--dataset", "{tmp}/accent.txt", "--tokenizer", "{tmp}/ascii"], ["é"]),
+        (["--learning_rate", "fast"], ["learning_rate=fast"]),
+        (["--resume_from_checkpoint", "{tmp}/nowhere"], ["nowhere"]),
+    ],
+)
+def test_wrong_use_is_one_line_and_code_2(monkeypatch, capfd, tmp_path, text_file, document_folder, flags, named):
+    (tmp_path / "short.txt").write_text("short")
+    (tmp_path / "accent.txt").write_text("café " * 100)
+    save_tokenizer(load_tokenizer("char", lambda: ["caf \n"], 64), tmp_path / "ascii")
+    names = {"tmp": tmp_path, "text": text_file, "documents": document_folder}
+    flags = [flag if flag.startswith('{"') else flag.format(**names) for flag in flags]
+    if "--dataset" not in flags:
+        flags += ["--dataset", str(text_file)]
+    code = run_here(monkeypatch, "shakespeare_char", *flags, "--output_dir", str(tmp_path / "run"))
+    shown = capfd.readouterr().err
+    assert code == 2 and len(shown.strip().splitlines()) == 1, shown
+    assert shown.startswith("error: ") and all(part in shown for part in named), shown
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_wrong_use_from_the_shell(tmp_path):
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "recipes" / "fineweb_125m.py"), "--max_step", "3"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+    )
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "--max_steps?" in done.stderr
+    assert list(tmp_path.iterdir()) == []
