@@ -9,6 +9,7 @@ import math
 import os
 import types
 import typing
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -24,8 +25,16 @@ _LENGTHS = ("max_steps", "max_tokens", "num_train_epochs")
 _WITH_MIN_LR = ("cosine_with_min_lr", "warmup_stable_decay")
 
 
-def _f(default: Any, help: str) -> Any:
-    return field(default=default, metadata={"help": help})
+POSITIVE, NOT_NEGATIVE, FRACTION = "greater than 0", "0 or more", "at least 0 and below 1"
+_RULES: dict[str, Callable[[float], bool]] = {
+    POSITIVE: lambda value: 0 < value < math.inf,
+    NOT_NEGATIVE: lambda value: 0 <= value < math.inf,
+    FRACTION: lambda value: 0 <= value < 1,
+}
+
+
+def _f(default: Any, help: str, must: str | None = None) -> Any:
+    return field(default=default, metadata={"help": help, "must": must})
 
 
 @dataclass(frozen=True)
@@ -52,7 +61,7 @@ class PretrainConfig:
 
     output_dir: str = _f("out/run", "run folder: run.json, metrics.jsonl, checkpoints")
     run_name: str | None = _f(None, "name shown by trackers; default: the folder's name")
-    seed: int = _f(1337, "decides initialisation, order of the text, and dropout")
+    seed: int = _f(1337, "decides initialisation, order of the text, and dropout", NOT_NEGATIVE)
     model: str | dict[str, Any] = _f(
         "gpt2-125m",
         f"size ({', '.join(MODEL_SIZES)}) or GPT2Config fields, which may start from a size: {{size: ..}}",
@@ -62,40 +71,36 @@ class PretrainConfig:
     dataset_split: str = _f("train", "split of a Hub dataset")
     dataset_revision: str | None = _f(None, "commit, tag or branch of a Hub dataset")
     text_column: str = _f("text", "column that holds the text")
-    eval_dataset: str | None = _f(
-        None, "local path, or split of the Hub dataset; default: held out of the text"
-    )
+    eval_dataset: str | None = _f(None, "local path, or split of the Hub dataset; default: held out of the text")
     tokenizer: str = _f("gpt2", "Hub id or folder, char, or bpe-N (trained on the text, N entries)")
     streaming: bool | Auto = _f("auto", "stream documents, or hold the text in memory; auto: by size")
-    sequence_length: int = _f(1024, "tokens per sequence in training")
-    tokens_per_step: int | None = _f(None, "target tokens in one step over all processes")
-    per_device_train_batch_size: int = _f(8, "micro-batch: sequences per forward pass on one process")
-    gradient_accumulation_steps: int | None = _f(None, "micro-batches per step; follows from tokens_per_step")
-    per_device_eval_batch_size: int | None = _f(
-        None, "sequences per forward pass in evaluation; default: as training"
-    )
-    max_steps: int | None = _f(None, "length of the run in steps")
-    max_tokens: int | None = _f(None, "or in target tokens")
-    num_train_epochs: float | None = _f(None, "or in passes over a text that is held in memory")
-    learning_rate: float = _f(6e-4, "peak learning rate")
+    sequence_length: int = _f(1024, "tokens per sequence in training", POSITIVE)
+    tokens_per_step: int | None = _f(None, "target tokens in one step over all processes", POSITIVE)
+    per_device_train_batch_size: int = _f(8, "micro-batch: sequences per forward pass on one process", POSITIVE)
+    gradient_accumulation_steps: int | None = _f(None, "micro-batches per step; follows from tokens_per_step", POSITIVE)
+    per_device_eval_batch_size: int | None = _f(None, "sequences per forward pass in evaluation; default: as training")
+    max_steps: int | None = _f(None, "length of the run in steps", POSITIVE)
+    max_tokens: int | None = _f(None, "or in target tokens", POSITIVE)
+    num_train_epochs: float | None = _f(None, "or in passes over a text that is held in memory", POSITIVE)
+    learning_rate: float = _f(6e-4, "peak learning rate", POSITIVE)
     min_learning_rate: float | None = _f(None, "where the decay ends; default: a tenth of learning_rate")
     lr_scheduler_type: Schedule = _f("cosine_with_min_lr", "shape of the learning rate")
-    warmup_steps: int = _f(0, "steps until the peak")
-    weight_decay: float = _f(0.1, "of matrices and embeddings; biases and norms have none")
-    adam_beta1: float = _f(0.9, "")
-    adam_beta2: float = _f(0.95, "")
-    adam_epsilon: float = _f(1e-8, "")
-    max_grad_norm: float = _f(1.0, "gradient clipping; 0: none")
+    warmup_steps: int = _f(0, "steps until the peak", NOT_NEGATIVE)
+    weight_decay: float = _f(0.1, "of matrices and embeddings; biases and norms have none", NOT_NEGATIVE)
+    adam_beta1: float = _f(0.9, "", FRACTION)
+    adam_beta2: float = _f(0.95, "", FRACTION)
+    adam_epsilon: float = _f(1e-8, "", POSITIVE)
+    max_grad_norm: float = _f(1.0, "gradient clipping; 0: none", NOT_NEGATIVE)
     mixed_precision: Literal["auto", "bf16", "fp16", "no"] = _f("auto", "auto: the best this device can do")
     torch_compile: bool | Auto = _f("auto", "auto: where there is a compiler and the run repays it")
     gradient_checkpointing: bool = _f(False, "recompute activations in backward: less memory, more time")
-    logging_steps: int = _f(10, "steps between training records")
-    eval_steps: int = _f(250, "steps between evaluations, also after the last step; 0: never")
-    eval_tokens: int | None = _f(None, "target tokens of an evaluation; default: all held-out text")
-    save_steps: int = _f(1000, "steps between checkpoints, also after the last step; 0: only then")
-    save_total_limit: int | None = _f(None, "checkpoints kept")
+    logging_steps: int = _f(10, "steps between training records", POSITIVE)
+    eval_steps: int = _f(250, "steps between evaluations, also after the last step; 0: never", NOT_NEGATIVE)
+    eval_tokens: int | None = _f(None, "target tokens of an evaluation; default: all held-out text", POSITIVE)
+    save_steps: int = _f(1000, "steps between checkpoints, also after the last step; 0: only then", NOT_NEGATIVE)
+    save_total_limit: int | None = _f(None, "checkpoints kept", POSITIVE)
     resume_from_checkpoint: str = _f("never", "checkpoint folder, latest (if there is one), or never")
-    dataloader_num_workers: int = _f(1, "processes that read and tokenise streamed text ahead")
+    dataloader_num_workers: int = _f(1, "processes that read and tokenise streamed text ahead", NOT_NEGATIVE)
     report_to: str = _f("none", "trackers, comma-separated: tensorboard, wandb, trackio, mlflow")
 
     def __post_init__(self) -> None:
@@ -103,9 +108,7 @@ class PretrainConfig:
             raise UserError(*problems)
 
     @classmethod
-    def from_cli(
-        cls, defaults: dict[str, Any] | None = None, argv: list[str] | None = None
-    ) -> PretrainConfig:
+    def from_cli(cls, defaults: dict[str, Any] | None = None, argv: list[str] | None = None) -> PretrainConfig:
         """The recipe's `defaults`, under `--config file.yaml`, under `--key value` of `argv` (default: sys.argv)."""
         parser = argparse.ArgumentParser(allow_abbrev=False, argument_default=argparse.SUPPRESS)
         parser.add_argument("--config", metavar="FILE.yaml", help="settings under the same keys")
@@ -148,9 +151,7 @@ class PretrainConfig:
                 problems.append(f"{key}={value}: must be {_describe(hints[key])}")
         if problems:
             if any(key in merged for key in _LENGTHS):  # one that was not readable is no missing one
-                values = {"max_steps": 1} | {
-                    key: value for key, value in values.items() if key not in _LENGTHS
-                }
+                values = {"max_steps": 1} | {key: value for key, value in values.items() if key not in _LENGTHS}
             try:
                 cls(**values)
             except UserError as error:
@@ -168,14 +169,13 @@ class PretrainConfig:
         )
         if accumulation is None:
             if stated is not None and stated % per_pass:
-                blocks, rest = divmod(stated, self.sequence_length * processes)
-                fits = [str(b) for b in range(1, min(blocks, 512) + 1) if blocks % b == 0] if not rest else []
-                fits = [b for b in fits if int(b) <= 4 * self.per_device_train_batch_size]
-                out = f"micro-batches that fit: {', '.join(fits)}; or " if fits else ""
                 low = max(stated // per_pass, 1) * per_pass
+                blocks, rest = divmod(stated, self.sequence_length * processes)
+                largest = min(blocks, 4 * self.per_device_train_batch_size)
+                fits = [] if rest else [str(size) for size in range(1, largest + 1) if blocks % size == 0]
                 raise UserError(
-                    f"tokens_per_step={stated} is not a multiple of {parts}; "
-                    f"{out}tokens_per_step={low} or {low + per_pass} would fit"
+                    f"tokens_per_step={stated} is not a multiple of {parts}; tokens_per_step={low} or {low + per_pass} "
+                    "would fit" + (f", or a micro-batch of {', '.join(fits)}" if fits else "")
                 )
             accumulation = stated // per_pass if stated is not None else 1
         elif stated is not None and stated != per_pass * accumulation:
@@ -194,32 +194,11 @@ class PretrainConfig:
 
     def _problems(self) -> list[str]:
         problems = []
-
-        def check(key: str, fine: bool, need: str) -> bool:
-            if not fine:
-                problems.append(f"{key}={getattr(self, key)}: must be {need}")
-            return fine
-
-        def positive(key: str) -> bool:
-            value = getattr(self, key)
-            return check(key, value is None or (value > 0 and math.isfinite(value)), "greater than 0")
-
-        batch_keys = (
-            "sequence_length",
-            "tokens_per_step",
-            "per_device_train_batch_size",
-            "gradient_accumulation_steps",
-        )
-        sizes_fine = all([positive(key) for key in batch_keys])
-        for key in (*_LENGTHS, "per_device_eval_batch_size", "learning_rate", "logging_steps", "eval_tokens"):
-            positive(key)
-        positive("save_total_limit")
-        positive("adam_epsilon")
-        for key in ("warmup_steps", "weight_decay", "max_grad_norm", "eval_steps", "save_steps", "seed"):
-            check(key, getattr(self, key) >= 0, "0 or more")
-        check("dataloader_num_workers", self.dataloader_num_workers >= 0, "0 or more")
-        for key in ("adam_beta1", "adam_beta2"):
-            check(key, 0 <= getattr(self, key) < 1, "at least 0 and below 1")
+        for spec in dataclasses.fields(self):
+            must, value = spec.metadata["must"], getattr(self, spec.name)
+            if must and value is not None and not _RULES[must](value):
+                problems.append(f"{spec.name}={value}: must be {must}")
+        sizes_fine = not problems
         lengths = [key for key in _LENGTHS if getattr(self, key) is not None]
         if len(lengths) != 1:
             given = " and ".join(lengths) or "nothing"
@@ -230,13 +209,10 @@ class PretrainConfig:
                     f"min_learning_rate={self.min_learning_rate}: lr_scheduler_type={self.lr_scheduler_type} has no "
                     f"such end; leave it out, or use {' or '.join(_WITH_MIN_LR)}"
                 )
-            check(
-                "min_learning_rate", 0 <= self.min_learning_rate <= self.learning_rate, "0 to learning_rate"
-            )
-        if self.lr_scheduler_type == "constant":
-            check(
-                "warmup_steps", self.warmup_steps == 0, "0 with a constant rate; or use constant_with_warmup"
-            )
+            elif not 0 <= self.min_learning_rate <= self.learning_rate:
+                problems.append(f"min_learning_rate={self.min_learning_rate}: must be 0 to {self.learning_rate}")
+        if self.lr_scheduler_type == "constant" and self.warmup_steps:
+            problems.append(f"warmup_steps={self.warmup_steps}: a constant rate has none; use constant_with_warmup")
         try:
             n_positions = model_fields(self.model).get("n_positions", 1024)
             if self.sequence_length > n_positions:
@@ -280,25 +256,18 @@ def convert(value: Any, hint: Any) -> Any:
         raise ValueError
     if hint is bool:
         known = {"true": True, "false": False, "yes": True, "no": False, "1": True, "0": False}
-        return known[str(value).lower()] if str(value).lower() in known else _refuse()
+        if str(value).lower() in known:
+            return known[str(value).lower()]
+        raise ValueError
     if isinstance(value, bool | dict | list) or value is None:
         raise ValueError
     if hint is int:
-        number = float(value)  # 1e9 and 524_288 are whole numbers too
-        return (
-            int(value)
-            if str(value).lstrip("-").isdigit()
-            else int(number)
-            if number.is_integer()
-            else _refuse()
-        )
+        if not float(value).is_integer():  # 1e9 and 524_288 are whole numbers too
+            raise ValueError
+        return int(value) if str(value).lstrip("-").isdigit() else int(float(value))
     if hint is str and isinstance(value, str) and value.lstrip().startswith("{"):
         raise ValueError
     return hint(value)
-
-
-def _refuse() -> Any:
-    raise ValueError
 
 
 def _describe(hint: Any) -> str:

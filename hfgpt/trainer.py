@@ -77,21 +77,18 @@ class Pretrainer:
         torch.manual_seed(step_seed(self.config.seed, step, accelerator.process_index))
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate(step)
-        num_targets = (shift_labels != -100).sum().float().to(accelerator.device)
+        num_targets = (shift_labels != -100).sum().float()
         if world > 1:
             num_targets = accelerator.reduce(num_targets, "sum")
 
         loss = torch.zeros((), device=accelerator.device)
-        micro_batches = list(zip(input_ids.split(self.batch.micro_batch), shift_labels.split(self.batch.micro_batch)))
+        size = self.batch.micro_batch
+        micro_batches = list(zip(input_ids.split(size), shift_labels.split(size), strict=True))
         for index, (ids, labels) in enumerate(micro_batches, start=1):
             # The processes exchange gradients once per step, after the last micro-batch.
             sync = nullcontext() if index == len(micro_batches) else accelerator.no_sync(self.model)
             with sync:
-                micro_loss = self.model(
-                    input_ids=ids.to(accelerator.device, non_blocking=True),
-                    shift_labels=labels.to(accelerator.device, non_blocking=True),
-                    num_items_in_batch=num_targets,
-                ).loss
+                micro_loss = self.model(input_ids=ids, shift_labels=labels, num_items_in_batch=num_targets).loss
                 accelerator.backward(micro_loss * world)  # the exchange takes the mean over processes
             loss += micro_loss.detach()
         if world > 1:
@@ -122,7 +119,7 @@ class Pretrainer:
         ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
         torch.manual_seed(config.seed)  # the same weights on every process, by the seed alone
         model = GPT2LMHeadModel(model_config(config.model, vocab_size=len(tokenizer), **ids)).to(device)
-        self.raw_model, self.raw_optimizer = model, build_optimizer(model, config, device)
+        self.raw_model, self.raw_optimizer = model, build_optimizer(model, config)
         if config.gradient_checkpointing:
             getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
         if self.compile.enabled:
@@ -186,10 +183,10 @@ class Pretrainer:
             self._record(event="start")
 
     def to_tensors(self, blocks: np.ndarray) -> tuple[Tensor, Tensor]:
-        """Inputs and targets, (rows, T) int32 each, of blocks (rows, T + 1): the one place that shifts."""
-        tokens = torch.from_numpy(blocks)
-        if self.accelerator.device.type == "cuda":
-            tokens = tokens.pin_memory()
+        """Inputs and targets on the device, both (rows, T), of blocks (rows, T + 1): the one place that shifts."""
+        device, tokens = self.accelerator.device, torch.from_numpy(blocks)
+        if device.type == "cuda":
+            tokens = tokens.pin_memory().to(device, non_blocking=True)
         return tokens[:, :-1], tokens[:, 1:]
 
     def after_step(self, batch: StepBatch, loss: Tensor, grad_norm: Tensor) -> None:
@@ -245,9 +242,8 @@ class Pretrainer:
         folder = self.run.checkpoint(step)
         positions = gather_object([self.position])
         if self.accelerator.is_main_process:
-            checkpoint.write_checkpoint(
-                self.run, step, lambda path: self._fill(path, positions), self.config.save_total_limit
-            )
+            keep = self.config.save_total_limit
+            checkpoint.write_checkpoint(self.run, step, lambda path: self._fill(path, positions), keep)
             self._record(event="save", checkpoint=folder.name)
         self.accelerator.wait_for_everyone()
         self.saved_step = step
@@ -305,16 +301,12 @@ class Pretrainer:
 
     def _restore(self, folder: Path) -> tuple[dict[str, Any], float]:
         """Weights, optimizer, counters of a checkpoint; returns the text position and the seconds trained so far."""
-        trainer, data = (
-            checkpoint.read_state(folder, "trainer_state"),
-            checkpoint.read_state(folder, "data_state"),
-        )
+        trainer, data = checkpoint.read_state(folder, "trainer_state"), checkpoint.read_state(folder, "data_state")
         ours = self.raw_model.config.to_dict()
         saved = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         shape = ("vocab_size", "n_layer", "n_head", "n_embd", "n_positions", "n_inner", "activation_function")
-        if changed := [
-            f"model.{key}: {saved[key]} there, {ours[key]} here" for key in shape if saved[key] != ours[key]
-        ]:
+        changed = [f"model.{key}: {saved[key]} there, {ours[key]} here" for key in shape if saved[key] != ours[key]]
+        if changed:
             raise UserError(f"resume_from_checkpoint={folder}: another model; " + "; ".join(changed))
         check_fingerprint(data["fingerprint"], self.data.train.fingerprint)
         checkpoint.load_model_and_optimizer(folder, self.raw_model, self.raw_optimizer)
@@ -348,14 +340,13 @@ class Pretrainer:
         }
         data = {"fingerprint": self.data.train.fingerprint, "position": merge_positions(positions)}
         checkpoint.save_training_state(folder, self.raw_model, self.raw_optimizer, trainer, data)
-        local = config.dataset == "embedded" or Path(config.dataset).exists()
         card = model_card(
-            self.args.run_name,
-            parameter_counts(self.raw_model.config).total,
-            self.data.description[0],
-            state.num_input_tokens_seen,
-            None if local else config.dataset,
-            self.evaluation or None,
+            name=self.args.run_name,
+            parameters=parameter_counts(self.raw_model.config).total,
+            text=self.data.description[0],
+            tokens=state.num_input_tokens_seen,
+            dataset=config.dataset if "dataset.commit" in self.data.train.fingerprint else None,
+            evaluation=self.evaluation or None,
         )
         (folder / "README.md").write_text(card, encoding="utf-8")
 
@@ -367,10 +358,10 @@ class Pretrainer:
         self.pending = []
         figures = torch.stack([torch.stack(losses).float(), torch.stack(norms).float()]).tolist()
         for step, loss, norm in zip(steps, *figures, strict=True):
-            if np.isfinite(loss) and np.isfinite(norm):
-                self.skipped_in_a_row = 0
+            bad = not (np.isfinite(loss) and np.isfinite(norm))
+            self.skipped_in_a_row = self.skipped_in_a_row + 1 if bad else 0
+            if not bad:
                 continue
-            self.skipped_in_a_row += 1
             self.run.record(event="skip_step", step=step, reason=f"loss {loss}, gradient norm {norm}")
             logger.warning("step %d is left out: loss %s, gradient norm %s", step, loss, norm)
             if self.skipped_in_a_row == MAX_SKIPPED_STEPS:
