@@ -217,7 +217,10 @@ def callback_handler(
     args: CallbackArguments, callbacks: list[TrainerCallback], model: Any, tokenizer: Any, optimizer: Any
 ) -> CallbackHandler:
     """What is due, then `callbacks`, then trackers and display, which so get the figures the others added."""
-    trackers = [tracker() for tracker in get_reporting_integration_callbacks(args.report_to)]
+    try:
+        trackers = [tracker() for tracker in get_reporting_integration_callbacks(args.report_to)]
+    except (ValueError, RuntimeError, ImportError) as error:  # unknown, or not installed
+        raise UserError(f"report_to={args.config.report_to}: {error}") from None
     display = ProgressCallback() if sys.stderr.isatty() else LogLineCallback()
     return CallbackHandler([DefaultFlowCallback(), *callbacks, *trackers, display], model, tokenizer, optimizer, None)
 

@@ -72,7 +72,7 @@ class Plan:
             ),
             ("device", f"{self.device}; {self.precision.name} ({self.precision.reason})"),
             ("compile", f"{'on' if self.compile.enabled else 'off'} ({self.compile.reason})"),
-            ("memory", f"about {memory / 2**30:.1f} GiB expected"),
+            ("memory", f"about {memory / 2**30:.2g} GiB expected"),
             ("saves", f"{every}at the end, to {self.checkpoint_folder}"),
         ]
         return [f"{key:<8} {value}" for key, value in rows]

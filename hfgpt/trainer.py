@@ -108,6 +108,8 @@ class Pretrainer:
         config = self.config
         self.accelerator, self.precision = start_accelerator(config.mixed_precision)
         accelerator, device = self.accelerator, self.accelerator.device
+        self.state.is_world_process_zero = accelerator.is_main_process
+        self.state.is_local_process_zero = accelerator.is_local_main_process
         self.run = RunFolder(config.output_dir, writes=accelerator.is_main_process)
         self.resumed_from = checkpoint.find_checkpoint(self.run, config.resume_from_checkpoint)
         self.batch = config.batch(accelerator.num_processes)
@@ -340,12 +342,13 @@ class Pretrainer:
         }
         data = {"fingerprint": self.data.train.fingerprint, "position": merge_positions(positions)}
         checkpoint.save_training_state(folder, self.raw_model, self.raw_optimizer, trainer, data)
+        hub = "dataset.commit" in self.data.train.fingerprint
         card = model_card(
             name=self.args.run_name,
             parameters=parameter_counts(self.raw_model.config).total,
-            text=self.data.description[0],
+            text=config.dataset if config.dataset == "embedded" or hub else Path(config.dataset).name,
             tokens=state.num_input_tokens_seen,
-            dataset=config.dataset if "dataset.commit" in self.data.train.fingerprint else None,
+            dataset=config.dataset if hub else None,
             evaluation=self.evaluation or None,
         )
         (folder / "README.md").write_text(card, encoding="utf-8")
