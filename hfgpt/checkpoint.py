@@ -124,7 +124,7 @@ def save_training_state(
     data: dict[str, Any],
 ) -> None:
     """Optimizer tensors as `<state>.<parameter name>`, the rest as JSON, into `folder`/training_state."""
-    state = get_optimizer_state_dict(model, optimizer, options=_WHOLE)["state"]
+    state: Any = get_optimizer_state_dict(model, optimizer, options=_WHOLE)["state"]
     tensors = {f"{key}.{name}": value for name, values in state.items() for key, value in values.items()}
     save_file(tensors, folder / STATE / "optimizer.safetensors")
     write_json(folder / STATE / "trainer_state.json", trainer)
@@ -142,7 +142,7 @@ def load_model_and_optimizer(folder: Path, model: nn.Module, optimizer: torch.op
     missing, unexpected = model.load_state_dict(weights, strict=False)
     if unexpected or set(missing) - {"lm_head.weight"}:
         raise UserError(f"{folder / 'model.safetensors'}: parameters differ: {[*missing, *unexpected]}")
-    state = get_optimizer_state_dict(model, optimizer, options=_WHOLE)
+    state: Any = get_optimizer_state_dict(model, optimizer, options=_WHOLE)
     for key, value in load_file(folder / STATE / "optimizer.safetensors").items():
         kind, name = key.split(".", 1)
         state["state"][name][kind] = value

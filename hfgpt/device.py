@@ -227,5 +227,5 @@ def start_accelerator(mixed_precision: str) -> tuple[Accelerator, Precision]:
         use_all_cores(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         # Otherwise threads add up gradients in any order, and a resumed run differs in the last bits.
         torch.use_deterministic_algorithms(True)
-        torch.utils.deterministic.fill_uninitialized_memory = False
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     return accelerator, precision

@@ -143,7 +143,7 @@ def head_loss(x_NC: Tensor, weight_VC: Tensor, target_N: Tensor, chunk_size: int
         return F.linear_cross_entropy(x_NC, weight_VC, target_N, reduction="sum", options=options)
     if not chunked:
         return _plain_head_loss(x_NC, weight_VC, target_N)
-    pairs = zip(x_NC.split(chunk_size), target_N.split(chunk_size), strict=True)  # type: ignore[arg-type]
+    pairs = zip(x_NC.split(chunk_size), target_N.split(chunk_size), strict=True)
     losses = [checkpoint(_plain_head_loss, x, weight_VC, target, use_reentrant=False) for x, target in pairs]
     return torch.stack(losses).sum()
 
@@ -184,10 +184,10 @@ class GPT2LMHeadModel(PreTrainedModel, GenerationMixin):
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         self.post_init()
 
-    def get_input_embeddings(self) -> nn.Module:
+    def get_input_embeddings(self) -> nn.Embedding:
         return self.transformer.wte
 
-    def set_input_embeddings(self, value: nn.Module) -> None:
+    def set_input_embeddings(self, value: nn.Embedding) -> None:
         self.transformer.wte = value
 
     def _init_weights(self, module: nn.Module) -> None:

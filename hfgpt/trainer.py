@@ -98,7 +98,8 @@ class Pretrainer:
         grad_norm = accelerator.clip_grad_norm_(self.model.parameters(), limit)
         if accelerator.scaler is None:
             # Fused AdamW leaves the step out where this is 1, without the host having to look.
-            self.raw_optimizer.found_inf = (~(grad_norm.isfinite() & loss.isfinite())).float()
+            bad = ~(grad_norm.isfinite() & loss.isfinite())
+            self.raw_optimizer.found_inf = bad.float()  # type: ignore[attr-defined]
         self.optimizer.step()
         self.optimizer.zero_grad()
         return loss, grad_norm
