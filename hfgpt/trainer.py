@@ -122,6 +122,8 @@ class Pretrainer:
         ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
         torch.manual_seed(config.seed)  # the same weights on every process, by the seed alone
         model = GPT2LMHeadModel(model_config(config.model, vocab_size=len(tokenizer), **ids)).to(device)
+        if model.generation_config.pad_token_id is None:  # a batch of prompts needs one; GPT-2 names none
+            model.generation_config.pad_token_id = tokenizer.eos_token_id
         self.raw_model, self.raw_optimizer = model, build_optimizer(model, config)
         if config.gradient_checkpointing:
             getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()

@@ -11,6 +11,7 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
+from accelerate import Accelerator
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers import GPT2LMHeadModel as StockGPT2
@@ -347,3 +348,22 @@ def test_one_compiled_block_does_not_change_the_keys(tmp_path):
     model.transformer.h[0].compile(backend="eager")
     assert set(model.state_dict()) == expected
     reloaded(model, tmp_path)
+
+
+def test_accelerate_saves_and_loads_the_tied_matrix_once(tmp_path, ids):
+    def prepared(seed):
+        model = tiny(seed)
+        return accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+
+    accelerator = Accelerator()
+    first, _ = prepared(0)
+    accelerator.save_state(tmp_path)
+    accelerator.free_memory()
+    second, optimizer = prepared(1)
+    accelerator.load_state(tmp_path)
+    assert second.lm_head.weight is second.transformer.wte.weight
+    assert torch.equal(second.lm_head.weight, first.lm_head.weight)
+    second(ids, labels=ids).loss.backward()
+    optimizer.step()
+    assert torch.equal(second.lm_head.weight, second.transformer.wte.weight)
+    assert not torch.equal(second.lm_head.weight, first.lm_head.weight)
