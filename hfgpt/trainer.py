@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
@@ -264,6 +265,10 @@ class Pretrainer:
         if self.skipped_rows and self.accelerator.is_main_process:
             reasons = ", ".join(f"{count:,} {reason}" for reason, count in sorted(self.skipped_rows.items()))
             print(f"rows of text left out: {reasons}", flush=True)
+        if self.accelerator.num_processes > 1:
+            # gloo's thread needs the interpreter once more to let go of its last work. A group that is freed in that
+            # moment waits for the thread with the interpreter in hand, forever.
+            time.sleep(0.2)
         self.accelerator.end_training()
         return self.evaluation
 
