@@ -10,6 +10,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from hfgpt.errors import UserError
+
 CHECKPOINT = re.compile(r"^checkpoint-(\d+)$")
 LATEST = "checkpoint-latest"
 
@@ -51,9 +53,14 @@ class RunFolder:
         return self.metrics.exists() or self.run_json.exists() or bool(self.checkpoints())
 
     def start(self, facts: dict[str, Any]) -> None:
-        if self.writes:
+        """Make the folder and write run.json. Raises UserError where that cannot be."""
+        if not self.writes:
+            return
+        try:
             self.path.mkdir(parents=True, exist_ok=True)
             write_json(self.run_json, facts)
+        except OSError as error:
+            raise UserError(f"output_dir={self.path}: {error.strerror}; name a folder that can be written") from None
 
     def record(self, **values: Any) -> None:
         """One line of metrics.jsonl. Numbers that JSON does not have (NaN, infinity) become null."""

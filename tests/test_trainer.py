@@ -327,6 +327,8 @@ def test_nothing_is_written_for_a_run_that_cannot_work(config, tmp_path, documen
         with pytest.raises(UserError, match=named):
             Pretrainer(config("refused", **changes)).train()
     assert not (tmp_path / "refused").exists()
+    with pytest.raises(UserError, match=r"output_dir=.*short.txt"):
+        Pretrainer(config("short.txt")).train()
 
 
 def test_epochs_give_the_length_of_a_run_in_memory(config):
