@@ -31,9 +31,10 @@ def main() -> None:
     if pretrainer.accelerator.is_main_process:
         from hfgpt.generation import generate
 
-        prompt = "The function returns"
-        for text in generate(pretrainer.raw_model, pretrainer.data.tokenizer, prompt, max_new_tokens=60, seed=1):
-            print(f"\nsample: {prompt}{text}")
+        tokenizer = pretrainer.data.tokenizer
+        prompt = tokenizer.decode(pretrainer.data.validation[:12], skip_special_tokens=True)
+        for text in generate(pretrainer.raw_model, tokenizer, prompt, max_new_tokens=60, temperature=0.8, seed=1):
+            print(f"\nsample, from held-out text on:\n{prompt}|{text}")
         print(
             "\nLoad the result anywhere:\n"
             "    from transformers import AutoModelForCausalLM, AutoTokenizer\n"
