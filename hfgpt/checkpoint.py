@@ -18,11 +18,7 @@ import torch
 import xxhash
 from safetensors.torch import load_file, save_file
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 
 from hfgpt.errors import UserError
 from hfgpt.run_folder import LATEST, RunFolder, write_json
@@ -117,11 +113,7 @@ def find_checkpoint(run: RunFolder, wanted: str) -> Path | None:
 
 
 def save_training_state(
-    folder: Path,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    trainer: dict[str, Any],
-    data: dict[str, Any],
+    folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, trainer: dict[str, Any], data: dict[str, Any]
 ) -> None:
     """Optimizer tensors as `<state>.<parameter name>`, the rest as JSON, into `folder`/training_state."""
     state: Any = get_optimizer_state_dict(model, optimizer, options=_WHOLE)["state"]

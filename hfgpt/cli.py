@@ -127,9 +127,7 @@ def generate(
 
 
 @app.command()
-def doctor(
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-) -> None:
+def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False) -> None:
     """Show what this machine offers: device, precision, compiler, peak rate, versions.
 
     Example: hfgpt doctor --json

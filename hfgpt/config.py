@@ -63,8 +63,7 @@ class PretrainConfig:
     run_name: str | None = _f(None, "name shown by trackers; default: the folder's name")
     seed: int = _f(1337, "decides initialisation, order of the text, and dropout", NOT_NEGATIVE)
     model: str | dict[str, Any] = _f(
-        "gpt2-125m",
-        f"size ({', '.join(MODEL_SIZES)}) or GPT2Config fields, which may start from a size: {{size: ..}}",
+        "gpt2-125m", f"size ({', '.join(MODEL_SIZES)}) or GPT2Config fields, which may start from a size: {{size: ..}}"
     )
     dataset: str = _f("embedded", "Hub id, local file, folder or glob (parquet, jsonl, txt), or embedded")
     dataset_name: str | None = _f(None, "configuration of a Hub dataset, such as sample-10BT")

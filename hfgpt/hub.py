@@ -14,11 +14,7 @@ def model_card(
 
     `dataset` is the Hub id of the training text, if it has one; `evaluation` the newest evaluation record.
     """
-    metadata: dict[str, Any] = {
-        "library_name": "transformers",
-        "pipeline_tag": "text-generation",
-        "tags": ["gpt2"],
-    }
+    metadata: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": ["gpt2"]}
     if dataset:
         metadata["datasets"] = [dataset]
     measured = ""

@@ -45,10 +45,7 @@ def learning_rate_schedule(config: PretrainConfig, max_steps: int) -> Callable[[
         specific = {"min_lr": config.end_learning_rate()}
     elif config.lr_scheduler_type == "warmup_stable_decay":
         decay = max(1, (max_steps - config.warmup_steps) // 5)
-        specific = {
-            "num_decay_steps": decay,
-            "min_lr_ratio": config.end_learning_rate() / config.learning_rate,
-        }
+        specific = {"num_decay_steps": decay, "min_lr_ratio": config.end_learning_rate() / config.learning_rate}
     carrier = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=config.learning_rate)
     schedule = get_scheduler(config.lr_scheduler_type, carrier, scheduler_specific_kwargs=specific, **decay_steps)
     factor = schedule.lr_lambdas[0]

@@ -47,12 +47,7 @@ def test_loss_and_bits_per_byte_equal_a_plain_loop(model, count, batch_size):
         with torch.no_grad():
             nll += F.cross_entropy(stock(window[None, :-1]).logits[0], window[1:], reduction="sum").item()
     figures = evaluate(
-        model,
-        tokens,
-        accelerator=Accelerator(),
-        sequence_length=T,
-        batch_size=batch_size,
-        token_bytes=token_bytes,
+        model, tokens, accelerator=Accelerator(), sequence_length=T, batch_size=batch_size, token_bytes=token_bytes
     )
     assert figures["eval_tokens"] == count - 1
     assert figures["eval_loss"] == pytest.approx(nll / (count - 1), rel=1e-6)

@@ -51,13 +51,7 @@ class MemoryBlocks:
     """
 
     def __init__(
-        self,
-        tokens: np.ndarray,
-        *,
-        seed: int,
-        sequence_length: int,
-        blocks_per_step: int,
-        fingerprint: dict[str, Any],
+        self, tokens: np.ndarray, *, seed: int, sequence_length: int, blocks_per_step: int, fingerprint: dict[str, Any]
     ) -> None:
         if len(tokens) <= sequence_length:
             raise UserError(

@@ -41,10 +41,7 @@ def load_tokenizer(name: str, texts: Callable[[], Iterable[str]], model_max_leng
     from transformers import PreTrainedTokenizerFast
 
     return PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        model_max_length=model_max_length,
-        clean_up_tokenization_spaces=False,
-        **specials,
+        tokenizer_object=backend, model_max_length=model_max_length, clean_up_tokenization_spaces=False, **specials
     )
 
 

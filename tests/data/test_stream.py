@@ -272,10 +272,7 @@ def test_held_out_and_excluded_documents_stay_out(tmp_path):
     layout = [[10, 10], [10, 10]]
     excluded = texts(40)[3]
     stream = document_stream(
-        tmp_path / "text",
-        layout,
-        held_out=stream_module.HeldOut(3, 4),
-        exclude=frozenset([text_hash(excluded)]),
+        tmp_path / "text", layout, held_out=stream_module.HeldOut(3, 4), exclude=frozenset([text_hash(excluded)])
     )
     for epoch in epoch_texts(stream, 3):
         assert sorted(epoch) == sorted(set(texts(34)) - {excluded})

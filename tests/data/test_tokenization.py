@@ -12,13 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hfgpt.data.tokenization import (
-    Encoder,
-    load_tokenizer,
-    save_tokenizer,
-    token_byte_lengths,
-    unknown_characters,
-)
+from hfgpt.data.tokenization import Encoder, load_tokenizer, save_tokenizer, token_byte_lengths, unknown_characters
 from hfgpt.errors import UserError
 
 SHARED = Path(__file__).parents[3] / "shared" / "data"
@@ -158,12 +152,7 @@ def test_stock_transformers_loads_the_saved_tokenizer(make, tmp_path):
     assert result.returncode == 0, result.stderr
     assert result.stderr == ""
     expected = [tokenizer.encode(text) for text in texts]
-    assert json.loads(result.stdout) == [
-        expected,
-        tokenizer.model_max_length,
-        len(tokenizer),
-        tokenizer.eos_token_id,
-    ]
+    assert json.loads(result.stdout) == [expected, tokenizer.model_max_length, len(tokenizer), tokenizer.eos_token_id]
     assert Encoder(load_tokenizer(str(tmp_path), lambda: [], 64)).fingerprint == Encoder(tokenizer).fingerprint
 
 
