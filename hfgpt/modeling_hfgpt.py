@@ -212,11 +212,11 @@ class GPT2LMHeadModel(PreTrainedModel, GenerationMixin):
         cache: Any = None,
         past_key_values: Any = None,
         labels: Tensor | None = None,
-        shift_labels: Tensor | None = None,
         num_items_in_batch: Tensor | int | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         return_dict: bool | None = None,
+        **targets: Tensor,
     ) -> CausalLMOutputWithPast | tuple[Any, ...]:
         """
         Args:
@@ -230,6 +230,10 @@ class GPT2LMHeadModel(PreTrainedModel, GenerationMixin):
         Returns: the loss alone with `shift_labels`, and with `labels` in training mode, so that no logits leave the
         head; otherwise logits (B, T, V), the loss if there are labels, and the cache if it is used.
         """
+        # Not in the signature, where transformers' Trainer takes each name with "label" in it for required.
+        shift_labels = targets.pop("shift_labels", None)
+        if targets:
+            raise TypeError(f"forward() got an unexpected argument {next(iter(targets))!r}")
         cache = cache if cache is not None else past_key_values
         x_BTC = inputs_embeds if inputs_embeds is not None else self.transformer.wte(input_ids)
         use_cache = self.config.use_cache if use_cache is None else use_cache

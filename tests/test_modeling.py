@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 from transformers import GPT2LMHeadModel as StockGPT2
 
-from hfgpt import modeling_hfgpt
+from hfgpt import PerplexityCallback, modeling_hfgpt
 from hfgpt.configuration_hfgpt import MODEL_SIZES, model_config
 from hfgpt.flops import parameter_counts
 from hfgpt.modeling_hfgpt import GPT2LMHeadModel, head_loss
@@ -367,3 +367,19 @@ def test_accelerate_saves_and_loads_the_tied_matrix_once(tmp_path, ids):
     optimizer.step()
     assert torch.equal(second.lm_head.weight, second.transformer.wte.weight)
     assert not torch.equal(second.lm_head.weight, first.lm_head.weight)
+
+
+def test_transformers_trainer_trains_and_evaluates_it(tmp_path, ids):
+    rows = [{"input_ids": row, "labels": row} for row in ids.tolist()]
+    options = {"max_steps": 2, "report_to": "none", "save_strategy": "no", "disable_tqdm": True, "use_cpu": True}
+    arguments = TrainingArguments(str(tmp_path), gradient_accumulation_steps=2, learning_rate=0.1, **options)
+    trainer = Trainer(tiny(), arguments, train_dataset=rows, eval_dataset=rows, callbacks=[PerplexityCallback()])
+    trainer.train()
+    figures = trainer.evaluate()
+    assert figures["eval_loss"] == pytest.approx(trainer.model.eval()(ids, labels=ids).loss.item(), rel=1e-6)
+    assert figures["eval_perplexity"] == pytest.approx(math.exp(figures["eval_loss"]))
+
+
+def test_an_unknown_argument_is_refused(ids):
+    with pytest.raises(TypeError, match="shift_lables"):
+        tiny()(ids, shift_lables=ids)
