@@ -369,15 +369,21 @@ def test_accelerate_saves_and_loads_the_tied_matrix_once(tmp_path, ids):
     assert not torch.equal(second.lm_head.weight, first.lm_head.weight)
 
 
-def test_transformers_trainer_trains_and_evaluates_it(tmp_path, ids):
+def test_transformers_trainer_gives_it_the_figures_of_stock_gpt2(tmp_path, ids):
     rows = [{"input_ids": row, "labels": row} for row in ids.tolist()]
-    options = {"max_steps": 2, "report_to": "none", "save_strategy": "no", "disable_tqdm": True, "use_cpu": True}
-    arguments = TrainingArguments(str(tmp_path), gradient_accumulation_steps=2, learning_rate=0.1, **options)
-    trainer = Trainer(tiny(), arguments, train_dataset=rows, eval_dataset=rows, callbacks=[PerplexityCallback()])
-    trainer.train()
-    figures = trainer.evaluate()
-    assert figures["eval_loss"] == pytest.approx(trainer.model.eval()(ids, labels=ids).loss.item(), rel=1e-6)
-    assert figures["eval_perplexity"] == pytest.approx(math.exp(figures["eval_loss"]))
+    options = {"max_steps": 3, "report_to": "none", "save_strategy": "no", "disable_tqdm": True, "use_cpu": True}
+    options |= {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 1, "learning_rate": 0.01}
+    figures = []
+    stock = StockGPT2(tiny().config)
+    stock.load_state_dict(tiny().state_dict())
+    for model in (stock, tiny()):
+        arguments = TrainingArguments(str(tmp_path), **options)
+        trainer = Trainer(model, arguments, train_dataset=rows, eval_dataset=rows, callbacks=[PerplexityCallback()])
+        figures.append((trainer.train().training_loss, trainer.evaluate()))
+    (stock_loss, stock_evaluation), (loss, evaluation) = figures
+    assert loss == pytest.approx(stock_loss, rel=1e-5)
+    for key in ("eval_loss", "eval_perplexity"):
+        assert evaluation[key] == pytest.approx(stock_evaluation[key], rel=1e-5)
 
 
 def test_an_unknown_argument_is_refused(ids):
