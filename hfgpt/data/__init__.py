@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import glob
 import os
 import re
@@ -9,19 +10,19 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import xxhash
 
-from hfgpt.data.sources import IN_MEMORY_BYTES, Source, Unusable, open_source
+from hfgpt.data.sources import IN_MEMORY_BYTES, Source, Unit, Unusable, open_source, text_hash
 from hfgpt.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-    from hfgpt.data.stream import HeldOut, Stream
+    from hfgpt.data.stream import Stream
     from hfgpt.data.tokenization import Encoder
 
 CHARACTER_SCAN_BYTES = 256 * 2**20
@@ -69,7 +70,7 @@ def prepare_data(
     Training never sees a validation document, nor an exact copy of one. Raises `UserError` for text that is
     missing or unusable; writes nothing.
     """
-    from hfgpt.data.stream import DocumentStream, MemoryBlocks, text_hash
+    from hfgpt.data.stream import DocumentStream, MemoryBlocks, permutation
     from hfgpt.data.tokenization import Encoder, load_tokenizer, token_byte_lengths
 
     source = open_source(
@@ -82,26 +83,31 @@ def prepare_data(
             f"{source.size_bytes / 1e6:,.0f} MB; use bpe-4096 or a ready tokenizer"
         )
     skipped: Counter[str] = Counter()
-    documents = list(_documents(source, skipped)) if in_memory else []
+    documents = list(_documents(source, source.units, skipped)) if in_memory else []
     if in_memory and not documents:
         raise UserError(f"dataset={dataset}: holds no usable document (passed over: {dict(skipped)})")
-    held_out: HeldOut | None = None
+    units = source.units
     if eval_dataset is not None:
         eval_source = _open_eval(eval_dataset, source, dataset, dataset_name, text_column)
-        validation = _evaluation_documents(eval_source, eval_tokens)
+        # A document has a token at least, so that many documents are enough.
+        enough = None if eval_tokens is None else eval_tokens + 1
+        validation = list(islice(_documents(eval_source, eval_source.units, Counter()), enough))
         rule, origin = f"eval_dataset {eval_source.fingerprint.get('hash', eval_dataset)}", eval_source.description
     elif in_memory:
         documents, validation = _split(documents)
         rule, origin = "last tenth", "held out: the last tenth of the text"
     else:
-        held_out, validation = _hold_out(source)
-        rule = origin = f"held out: unit {held_out.unit} from row {held_out.row} on"
-    exclude = frozenset(text_hash(text) for text in validation)
-    kept = [text for text in documents if text_hash(text) not in exclude]
+        units, validation, rule = _hold_out(source)
+        origin = rule
+    training = dataclasses.replace(source, units=units, exclude=frozenset(map(text_hash, validation)))
+    kept = [text for text in documents if text_hash(text) not in training.exclude]
     skipped += Counter(in_validation=len(documents) - len(kept))
 
     def training_texts() -> Iterator[str]:
-        return iter(kept) if in_memory else _training_documents(source, held_out, exclude, seed)
+        if in_memory:
+            return iter(kept)
+        # The units are shuffled, so that the first documents are a fair sample.
+        return _documents(training, [units[i] for i in permutation(len(units), seed)], Counter())
 
     tokenizer_name = tokenizer if isinstance(tokenizer, str) else tokenizer.name_or_path or "given"
     if isinstance(tokenizer, str):
@@ -118,9 +124,9 @@ def prepare_data(
         train = MemoryBlocks(run, fingerprint=fingerprint, **shape)
         how = f"in memory: {len(kept):,} documents, {len(run):,} tokens, {train.blocks_per_epoch:,} blocks an epoch"
     else:
-        train = DocumentStream(source, encoder, held_out=held_out, exclude=exclude, fingerprint=fingerprint, **shape)
+        train = DocumentStream(training, encoder, fingerprint=fingerprint, **shape)
         how = f"document stream: {len(source.units):,} units over {train.streams} streams"
-    validation_run = _encode(encoder, validation, None if eval_tokens is None else eval_tokens + 1)
+    validation_run = _encode(encoder, validation)[: None if eval_tokens is None else eval_tokens + 1]
     if len(validation_run) < 2:
         raise UserError("eval_dataset: the validation text has fewer than two tokens; give one with more text")
     return TextData(
@@ -138,8 +144,8 @@ def prepare_data(
     )
 
 
-def _documents(source: Source, skipped: Counter[str]) -> Iterator[str]:
-    for row in chain.from_iterable(map(source.read, source.units)):
+def _documents(source: Source, units: list[Unit], skipped: Counter[str]) -> Iterator[str]:
+    for row in chain.from_iterable(map(source.read, units)):
         if isinstance(row, Unusable):
             skipped[row.reason] += 1
         else:
@@ -153,20 +159,7 @@ def _open_eval(eval_dataset: str, source: Source, dataset: str, name: str | None
         commit = source.fingerprint["commit"]
         return open_source(dataset, name=name, split=eval_dataset, revision=commit, text_column=text_column)
     except UserError as error:
-        raise UserError(*(re.sub("^dataset(_split)?", "eval_dataset", line) for line in error.problems)) from error
-
-
-def _evaluation_documents(source: Source, eval_tokens: int | None) -> list[str]:
-    """All documents of a small source; of a large one as many as surely hold `eval_tokens` tokens."""
-    documents: list[str] = []
-    characters = 0
-    for document in _documents(source, Counter()):
-        documents.append(document)
-        characters += len(document)
-        # No tokenizer averages 16 characters a token over running text.
-        if eval_tokens is not None and characters > 16 * eval_tokens and source.size_bytes > IN_MEMORY_BYTES:
-            break
-    return documents
+        raise UserError(re.sub("^dataset(_split)?", "eval_dataset", str(error))) from error
 
 
 def _split(documents: list[str]) -> tuple[list[str], list[str]]:
@@ -174,46 +167,30 @@ def _split(documents: list[str]) -> tuple[list[str], list[str]]:
     if len(documents) == 1:
         cut = int(0.9 * len(documents[0]))
         return [documents[0][:cut]], [documents[0][cut:]]
-    wanted, first = 0.1 * sum(map(len, documents)), len(documents)
-    while wanted > 0 and first > 1:
-        first -= 1
-        wanted -= len(documents[first])
+    characters = np.cumsum([len(text) for text in reversed(documents)])
+    first = max(1, len(documents) - 1 - int(np.searchsorted(10 * characters, characters[-1])))
     return documents[:first], documents[first:]
 
 
-def _hold_out(source: Source) -> tuple[HeldOut, list[str]]:
-    """The last unit with a document, or the last tenth of its rows if there are fewer than 10 units; its documents."""
-    from hfgpt.data.stream import HeldOut
+def _hold_out(source: Source) -> tuple[list[Unit], list[str], str]:
+    """Units to train on, validation documents, and the rule in words.
 
-    for unit in reversed(range(len(source.units))):
-        rows = source.read(source.units[unit])
-        first = 0 if len(source.units) >= 10 else max(0, len(rows) - max(1, len(rows) // 10))
-        documents = [row for row in rows[first:] if isinstance(row, str)]
-        if documents:
-            return HeldOut(unit, first), documents
+    Held out is the last unit with a document, or the last tenth of its rows if there are fewer than 10 units.
+    """
+    for i, unit in reversed(list(enumerate(source.units))):
+        rows = source.read(unit)
+        first = 0 if len(source.units) >= 10 else len(rows) * 9 // 10
+        if documents := [row for row in rows[first:] if isinstance(row, str)]:
+            rest = [unit._replace(rows=first)] if first else []
+            return source.units[:i] + rest, documents, f"held out: unit {i} from row {first} on"
     raise UserError("dataset: holds no usable document at its end; give an eval_dataset or another dataset")
 
 
-def _training_documents(source: Source, held_out: HeldOut | None, exclude: frozenset[int], seed: int) -> Iterator[str]:
-    """Training documents with the units shuffled, so that the first ones are a fair sample."""
-    from hfgpt.data.stream import permutation, text_hash
-
-    for unit in permutation(len(source.units) if held_out is None else held_out.unit + 1, seed):
-        rows = source.read(source.units[unit])
-        limit = held_out.row if held_out is not None and unit == held_out.unit else len(rows)
-        yield from (row for row in rows[:limit] if isinstance(row, str) and text_hash(row) not in exclude)
-
-
-def _encode(encoder: Encoder, texts: list[str], limit: int | None = None) -> np.ndarray:
-    """The ids of all texts as one run, cut to `limit`; no more texts are encoded than that takes."""
+def _encode(encoder: Encoder, texts: list[str]) -> np.ndarray:
+    """The ids of all texts as one run."""
     groups = [texts[start : start + 64] for start in range(0, len(texts), 64)]
-    pieces, tokens = [np.zeros(0, np.int32)], 0
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # encoding releases the interpreter lock
-        for ids in pool.map(encoder.encode, groups) if limit is None else map(encoder.encode, groups):
-            pieces += ids
-            tokens += sum(map(len, ids))
-            if limit is not None and tokens >= limit:
-                break
-    if encoder.separator_id is None and len(pieces) == len(texts) + 1 > 1 and not texts[-1].endswith("\n"):
+        pieces = list(chain.from_iterable(pool.map(encoder.encode, groups)))
+    if encoder.separator_id is None and texts and not texts[-1].endswith("\n"):
         pieces[-1] = pieces[-1][:-1]  # the newline between documents, which ends no document here
-    return np.concatenate(pieces)[:limit]
+    return np.concatenate([np.zeros(0, np.int32), *pieces])

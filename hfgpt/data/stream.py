@@ -10,23 +10,21 @@ from __future__ import annotations
 import math
 import signal
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch.utils.data
-import xxhash
 
-from hfgpt.data.sources import Source, Unusable
+from hfgpt.data.sources import IN_MEMORY_BYTES, Source, Unusable
 from hfgpt.data.tokenization import Encoder
 from hfgpt.errors import UserError
 
 MAX_STREAMS = 96
 PARTS_PER_STREAM = 8
-WINDOW_ROWS = 1024
 CACHED_UNITS = 4
-COUNTED_BYTES = 32 * 2**20
 
 
 @dataclass
@@ -89,13 +87,6 @@ class MemoryBlocks:
         return phase + self.sequence_length * permutation(count, self.seed, epoch, 1)
 
 
-class HeldOut(NamedTuple):
-    """Validation rows of a source: those of `unit` from `row` on, and all units after it."""
-
-    unit: int
-    row: int
-
-
 class _Document(NamedTuple):
     """Tokens of one document, where it lies, and the rows passed over since the document before it."""
 
@@ -109,12 +100,12 @@ class DocumentStream:
 
     The step is cut into V logical streams, V being the divisor of `blocks_per_step` up to 96 that has the
     most divisors itself, so that many world sizes fit it. Each epoch permutes the units (cut into parts
-    where they are few); stream i reads every V-th from the i-th on, and inside a unit shuffles windows of
-    up to 1,024 rows. All of it is keyed by seed, epoch and place, so nothing random is stored. A stream
-    carries a document over from block to block, and moves to its next epoch on its own.
+    where they are few); stream i reads every V-th from the i-th on, and shuffles the rows of each. All of it
+    is keyed by seed, epoch and place, so nothing random is stored. A stream carries a document over from
+    block to block, and moves to its next epoch on its own.
 
-    Position: `{"streams": [[epoch, unit, window, document, token], ...]}`, one cursor for each stream,
-    which points at the first token of its next block.
+    Position: `{"streams": [[epoch, part, row, token], ...]}`, one cursor for each stream, which points at the
+    first token of its next block.
     """
 
     def __init__(
@@ -125,25 +116,18 @@ class DocumentStream:
         seed: int,
         sequence_length: int,
         blocks_per_step: int,
-        held_out: HeldOut | None,
-        exclude: frozenset[int],
         fingerprint: dict[str, Any],
     ) -> None:
-        """`exclude`: xxh3_64 of texts never to train on. Raises `UserError` for fewer rows than streams."""
-        self.source, self.encoder, self.seed, self.exclude = source, encoder, seed, exclude
+        """Raises `UserError` for fewer rows than streams."""
+        self.source, self.encoder, self.seed = source, encoder, seed
         self.sequence_length, self.blocks_per_step = sequence_length, blocks_per_step
-        self.held_out = held_out
         self.streams = self.divisible = _count_streams(blocks_per_step)
-        self._cache: dict[int, list[str | Unusable]] = {}  # of the units read last, oldest first
-        self._epochs: dict[int, np.ndarray] = {}
+        self._cache: dict[int, list[str | Unusable]] = {}  # the units read last, oldest first
         self._parts = self._cut_units()
         self.fingerprint = {"stream": "documents", **_shape(self), **fingerprint}
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_cache": {}, "_epochs": {}}
-
     def start(self) -> dict[str, Any]:
-        return {"streams": [[0, 0, 0, 0, 0] for _ in range(self.streams)]}
+        return {"streams": [[0, 0, 0, 0] for _ in range(self.streams)]}
 
     def steps(self, position: dict[str, Any], first: int, last: int) -> Iterator[StepBatch]:
         """Blocks of the streams `first` to `last` of each step from `position` on, stream after stream."""
@@ -152,97 +136,78 @@ class DocumentStream:
 
     def _packed(self, stream: int, cursor: list[int]) -> Iterator[StepBatch]:
         """One logical stream's documents end to end, as its blocks of each step."""
-        documents, token, length = self.documents(stream, cursor), cursor[-1], self.sequence_length
+        documents, token = self.documents(stream, cursor), cursor[-1]
         count = self.blocks_per_step // self.streams
+        advance = count * self.sequence_length
         pending = deque([next(documents)])
-        skipped = pending[0].skipped
+        held, skipped = len(pending[0].ids), pending[0].skipped
         while True:
-            pieces: list[np.ndarray] = []
-            missing, offset = count * length + 1, token
-            while missing:
-                if len(pieces) == len(pending):
-                    pending.append(next(documents))
-                pieces.append(pending[len(pieces)].ids[offset : offset + missing])
-                missing, offset = missing - len(pieces[-1]), 0
-            token += count * length
+            while held <= token + advance:
+                pending.append(next(documents))
+                held += len(pending[-1].ids)
+            rest = (document.ids[: advance + 1] for document in islice(pending, 1, None))
+            run = np.concatenate([pending[0].ids[token : token + advance + 1], *rest])
+            blocks = _blocks(run, np.arange(count) * self.sequence_length, self.sequence_length)
+            token += advance
             while token >= len(pending[0].ids):
-                token -= len(pending.popleft().ids)
+                length = len(pending.popleft().ids)
+                token, held = token - length, held - length
                 # Counted when the cursor passes them, so that a resume counts none twice.
                 skipped = skipped + pending[0].skipped
-            blocks = _blocks(np.concatenate(pieces), np.arange(count) * length, length)
             yield StepBatch(blocks, {"streams": [[*pending[0].place, token]]}, dict(skipped))
             skipped = Counter()
 
     def documents(self, stream: int, cursor: list[int]) -> Iterator[_Document]:
         """The documents of one logical stream, endless, from the one at `cursor` on."""
-        epoch, first_place, first_window, first_row, _ = cursor
-        from_start, found, skipped = not (first_place or first_window or first_row), False, Counter[str]()
+        epoch, first_part, first_row, _ = cursor
+        found, skipped = first_part + first_row > 0, Counter[str]()
         while True:
-            parts = self._epoch_parts(epoch)[stream :: self.streams]
-            for place in range(first_place, len(parts)):
-                rows = self._rows(*parts[place])
-                for window in range(first_window, math.ceil(len(rows) / WINDOW_ROWS)):
-                    chunk = rows[window * WINDOW_ROWS : (window + 1) * WINDOW_ROWS]
-                    order = permutation(len(chunk), self.seed, epoch, 2, stream, place, window)
-                    for row in range(first_row, len(chunk)):
-                        text = chunk[order[row]]
-                        if isinstance(text, Unusable):
-                            skipped[text.reason] += 1
-                        elif self.exclude and text_hash(text) in self.exclude:
-                            skipped["in_validation"] += 1
-                        else:
-                            found = True
-                            [ids] = self.encoder.encode([text])
-                            yield _Document([epoch, place, window, row], ids, skipped)
-                            skipped = Counter()
-                    first_row = 0
-                first_window = 0
-            if from_start and not found:
+            parts = self._epoch_parts(epoch)[stream :: self.streams].copy()
+            for part in range(first_part, len(parts)):
+                rows = self._rows(*parts[part])
+                order = permutation(len(rows), self.seed, epoch, 2, stream, part)
+                for row in range(first_row, len(rows)):
+                    text = rows[order[row]]
+                    if isinstance(text, Unusable):
+                        skipped[text.reason] += 1
+                        continue
+                    [ids] = self.encoder.encode([text])
+                    yield _Document([epoch, part, row], ids, skipped)
+                    found, skipped = True, Counter()
+                first_row = 0
+            if not found:
                 raise self._too_few(f"stream {stream} found none ({dict(skipped)} passed over)")
-            epoch, first_place, from_start, found = epoch + 1, 0, True, False
+            epoch, first_part, found = epoch + 1, 0, False
 
     def _epoch_parts(self, epoch: int) -> np.ndarray:
         """All rows (unit, part, parts) in the epoch's order: units shuffled, the parts of one side by side.
 
         So neighbouring streams, which share a process, read the same unit at about the same time.
         """
-        if epoch not in self._epochs:
-            by_unit = _hashes(self._parts[:, 0], self.seed, epoch, 3)
-            by_part = _hashes(np.arange(len(self._parts)), self.seed, epoch, 4)
-            self._epochs = {e: order for e, order in self._epochs.items() if e == epoch - 1}
-            self._epochs[epoch] = self._parts[np.lexsort((by_part, by_unit))]
-        return self._epochs[epoch]
+        by_unit = _hashes(self._parts[:, 0], self.seed, epoch, 3)
+        by_part = _hashes(np.arange(len(self._parts)), self.seed, epoch, 4)
+        return self._parts[np.lexsort((by_part, by_unit))]
 
     def _cut_units(self) -> np.ndarray:
         """All rows (unit, part, parts), int64: at least 8 for each stream if there are that many rows."""
-        units = self.source.units if self.held_out is None else self.source.units[: self.held_out.unit + 1]
-        wanted = math.ceil(PARTS_PER_STREAM * self.streams / max(len(units), 1))
+        wanted = math.ceil(PARTS_PER_STREAM * self.streams / max(len(self.source.units), 1))
         counts = []
-        for i, unit in enumerate(units):
+        for i, unit in enumerate(self.source.units):
             rows = unit.rows
             if rows is None:  # a large source surely has enough of them
-                rows = len(self._unit_rows(i)) if wanted > 1 and self.source.size_bytes <= COUNTED_BYTES else wanted
-            if self.held_out is not None and i == self.held_out.unit:
-                rows = min(rows, self.held_out.row)
+                rows = len(self._rows(i)) if self.source.size_bytes <= IN_MEMORY_BYTES else wanted
             counts.append(min(rows, wanted))
         if sum(counts) < self.streams:
             raise self._too_few(f"there are {sum(counts)}")
         return np.array([(i, part, count) for i, count in enumerate(counts) for part in range(count)], np.int64)
 
-    def _rows(self, unit: int, part: int, parts: int) -> list[str | Unusable]:
-        rows = self._unit_rows(unit)
+    def _rows(self, unit: int, part: int = 0, parts: int = 1) -> list[str | Unusable]:
+        if unit not in self._cache:
+            if len(self._cache) == CACHED_UNITS:
+                del self._cache[next(iter(self._cache))]
+            self._cache[unit] = self.source.read(self.source.units[unit])
+        rows = self._cache[unit]
         return rows[len(rows) * part // parts : len(rows) * (part + 1) // parts]
-
-    def _unit_rows(self, unit: int) -> list[str | Unusable]:
-        rows = self._cache.pop(unit, None)
-        if rows is None:
-            rows = self.source.read(self.source.units[unit])
-            if self.held_out is not None and unit == self.held_out.unit:
-                rows = rows[: self.held_out.row]
-        self._cache[unit] = rows
-        if len(self._cache) > CACHED_UNITS:
-            self._cache.pop(next(iter(self._cache)))
-        return rows
 
     def _too_few(self, found: str) -> UserError:
         return UserError(
@@ -304,33 +269,26 @@ class _WorkerParts(torch.utils.data.IterableDataset[Any]):
             yield error
 
 
-def _unchanged(item: Any) -> Any:
-    return item
-
-
 def _from_workers(parts: _WorkerParts, workers: int) -> Iterator[StepBatch]:
     loader = torch.utils.data.DataLoader(
         parts,
         batch_size=None,
         num_workers=workers,
-        collate_fn=_unchanged,
         generator=torch.Generator(),  # or the loader would draw from the global one, which training uses
     )
     items = iter(loader)  # takes one item of each worker in turn
     try:
         while True:
-            step: list[StepBatch] = []
-            for _ in range(workers):
-                item = next(items)
+            step = tuple(islice(items, workers))
+            for item in step:
                 if isinstance(item, UserError):
                     raise item
-                step.append(item)
             yield _side_by_side(step)
     finally:
         del items  # ends the workers now: left to the garbage collector, each would be waited for 5 s
 
 
-def _side_by_side(parts: Sequence[StepBatch]) -> StepBatch:
+def _side_by_side(parts: tuple[StepBatch, ...]) -> StepBatch:
     skipped = sum((Counter(part.skipped) for part in parts), Counter[str]())
     position = merge_positions([part.position for part in parts])
     return StepBatch(np.concatenate([part.blocks for part in parts]), position, dict(skipped))
@@ -360,11 +318,6 @@ def check_fingerprint(saved: dict[str, Any], current: dict[str, Any]) -> None:
 
 def _shape(stream: Stream) -> dict[str, int]:
     return {key: getattr(stream, key) for key in ("seed", "sequence_length", "blocks_per_step")}
-
-
-def text_hash(text: str) -> int:
-    """xxh3_64 of the UTF-8 bytes."""
-    return xxhash.xxh3_64_intdigest(text.encode())
 
 
 def permutation(count: int, *keys: int) -> np.ndarray:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +15,9 @@ from hfgpt.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
+
+# Parallel encoding in this process would make every later fork warn, and could hang the child.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 END_OF_TEXT = "<|endoftext|>"
 BPE_TRAINING_CHARACTERS = 20_000_000
@@ -29,30 +31,23 @@ def load_tokenizer(name: str, texts: Callable[[], Iterable[str]], model_max_leng
     `<|endoftext|>` as bos, eos and pad. Anything else is a folder or a Hub name for `AutoTokenizer`.
     Raises `UserError` for a name that is none of these.
     """
-    # Parallel encoding in this process would make every later fork warn, and could hang the child.
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    if name == "char":
-        backend, specials = _character_backend(texts()), {}
-    elif name.startswith("bpe-"):
-        backend = _train_bpe(name, texts())
-        specials = dict.fromkeys(("bos_token", "eos_token", "pad_token"), END_OF_TEXT)
-    else:
-        return _from_pretrained(name, model_max_length)
     from transformers import PreTrainedTokenizerFast
 
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend, model_max_length=model_max_length, clean_up_tokenization_spaces=False, **specials
-    )
+    options: dict[str, Any] = {"model_max_length": model_max_length, "clean_up_tokenization_spaces": False}
+    if name == "char":
+        return PreTrainedTokenizerFast(tokenizer_object=_character_backend(texts()), **options)
+    if name.startswith("bpe-"):
+        options |= dict.fromkeys(("bos_token", "eos_token", "pad_token"), END_OF_TEXT)
+        return PreTrainedTokenizerFast(tokenizer_object=_train_bpe(name, texts()), **options)
+    return _from_pretrained(name, options)
 
 
 def _character_backend(texts: Iterable[str]) -> Any:
     from tokenizers import Tokenizer, decoders, models
 
-    characters: set[str] = set()
-    for text in texts:
-        characters.update(text)
     # The newline ends each document (see Encoder), so it has an id even where no text holds one.
-    vocabulary = {character: i for i, character in enumerate(sorted(characters | {"\n"}))}
+    characters = {"\n"}.union(*texts)
+    vocabulary = {character: i for i, character in enumerate(sorted(characters))}
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     backend.decoder = decoders.Fuse()
     return backend
@@ -88,27 +83,21 @@ def _first_characters(texts: Iterable[str], limit: int) -> Iterable[str]:
             return
 
 
-def _from_pretrained(name: str, model_max_length: int) -> PreTrainedTokenizerFast:
-    folder = Path(name)
-    if not folder.exists() and not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", name):
-        raise UserError(f"tokenizer={name}: no such folder; give char, bpe-N, a tokenizer folder or a Hub name")
+def _from_pretrained(name: str, options: dict[str, Any]) -> PreTrainedTokenizerFast:
     from transformers import AutoTokenizer
 
-    options: dict[str, Any] = {"model_max_length": model_max_length, "clean_up_tokenization_spaces": False}
-    if {path.name for path in folder.glob("*")} >= {"vocab.json", "merges.txt"} and not any(
-        (folder / file).exists() for file in ("tokenizer.json", "tokenizer_config.json", "config.json")
-    ):
+    files = {path.name for path in Path(name).glob("*")}
+    if "vocab.json" in files and not files & {"tokenizer.json", "tokenizer_config.json", "config.json"}:
         options["tokenizer_type"] = "gpt2"  # the bare pair of files says nothing about its class
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, **options)
+        assert tokenizer.is_fast, "it has no tokenizer.json"
     except Exception as error:  # each broken or missing tokenizer fails in its own way
         reason = str(error).strip().split("\n")[0]
         raise UserError(
             f"tokenizer={name}: not char, not bpe-N, and no tokenizer could be loaded from a folder or Hub "
             f"repository of that name ({reason}); give one of these three"
         ) from error
-    if not getattr(tokenizer, "is_fast", False):
-        raise UserError(f"tokenizer={name}: has no `tokenizers` backend; give one with a tokenizer.json")
     return tokenizer
 
 
@@ -131,14 +120,13 @@ def _specification(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
     return json.loads(tokenizer.backend_tokenizer.to_str())
 
 
-def _is_character_level(specification: dict[str, Any]) -> bool:
+def _character_vocabulary(tokenizer: PreTrainedTokenizerFast) -> dict[str, int] | None:
+    """The id of each character, or None if the tokenizer is not one of single characters."""
+    specification = _specification(tokenizer)
     model = specification["model"]
-    return (
-        model["type"] == "BPE"
-        and not model["merges"]
-        and specification["pre_tokenizer"] is None
-        and all(len(token) == 1 for token in model["vocab"])
-    )
+    if model["type"] != "BPE" or model["merges"] or specification["pre_tokenizer"] is not None:
+        return None
+    return model["vocab"] if all(len(token) == 1 for token in model["vocab"]) else None
 
 
 class Encoder:
@@ -150,65 +138,51 @@ class Encoder:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
-        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+        from tokenizers import Tokenizer
+
         specification = _specification(tokenizer)
         rules = {key: specification[key] for key in ("added_tokens", "normalizer", "pre_tokenizer", "model")}
         self.fingerprint = xxhash.xxh3_64_hexdigest(json.dumps(rules, sort_keys=True).encode())
         self.separator_id: int | None = tokenizer.eos_token_id
-        # The backend itself forgets this flag when pickled, and transformers resets it on its own copy.
-        self._backend_json = json.dumps({**specification, "truncation": None, "padding": None})
-        self._id_of_codepoint: np.ndarray | None = None
-        if _is_character_level(specification):
-            vocabulary: dict[str, int] = specification["model"]["vocab"]
-            table = np.full(max(map(ord, vocabulary)) + 1, -1, np.int32)
-            table[[ord(character) for character in vocabulary]] = list(vocabulary.values())
-            self._id_of_codepoint = table
-        self._backend: Any = None
+        self._tokenizer = tokenizer
+        self._characters = _character_vocabulary(tokenizer)
+        # A copy of our own, because transformers resets the flag on its own.
+        self._backend = Tokenizer.from_str(json.dumps({**specification, "truncation": None, "padding": None}))
+        self._backend.encode_special_tokens = True
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_backend": None}
+    def __reduce__(self) -> Any:
+        return Encoder, (self._tokenizer,)  # the backend forgets the flag when it is pickled
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
         """One int32 array of ids for each document. Raises `UserError` for an unknown character."""
         if self.separator_id is None:
             texts = [text if text.endswith("\n") else text + "\n" for text in texts]
-        encode = self._subwords if self._id_of_codepoint is None else self._characters
+        if self._characters is not None:
+            ids = [self._character_ids(text, self._characters) for text in texts]
+        else:
+            encodings = self._backend.encode_batch_fast(texts, add_special_tokens=False)
+            ids = [np.array(encoding.ids, np.int32) for encoding in encodings]
         if self.separator_id is None:
-            return [encode(text) for text in texts]
+            return ids
         separator = np.array([self.separator_id], np.int32)
-        return [np.concatenate((separator, encode(text))) for text in texts]
+        return [np.concatenate((separator, document)) for document in ids]
 
-    def _subwords(self, text: str) -> np.ndarray:
-        if self._backend is None:
-            from tokenizers import Tokenizer
-
-            backend = Tokenizer.from_str(self._backend_json)
-            backend.encode_special_tokens = True
-            self._backend = backend
-        [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=False)
-        return np.array(encoding.ids, np.int32)
-
-    def _characters(self, text: str) -> np.ndarray:
-        assert self._id_of_codepoint is not None
-        codepoints = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
-        known = codepoints < len(self._id_of_codepoint)
-        ids = np.where(known, self._id_of_codepoint[np.where(known, codepoints, 0)], -1)
-        if (ids < 0).any():
-            character = text[int(np.argmax(ids < 0))]
+    def _character_ids(self, text: str, vocabulary: dict[str, int]) -> np.ndarray:
+        try:
+            return np.fromiter(map(vocabulary.__getitem__, text), np.int32, len(text))
+        except KeyError as error:
+            [character] = error.args
             raise UserError(
                 f"tokenizer: the character {character!r} (U+{ord(character):04X}) is not in the character "
-                f"vocabulary of {int((self._id_of_codepoint >= 0).sum())} symbols, and unknown characters are "
-                "never dropped; take it out of the text or train with a bpe-N tokenizer"
-            )
-        return ids
+                f"vocabulary of {len(vocabulary)} symbols, and unknown characters are never dropped; "
+                "take it out of the text or train with a bpe-N tokenizer"
+            ) from None
 
 
 def unknown_characters(tokenizer: PreTrainedTokenizerFast, text: str) -> list[str]:
     """Characters of `text` that a character tokenizer has no id for, sorted; empty for other tokenizers."""
-    specification = _specification(tokenizer)
-    if not _is_character_level(specification):
-        return []
-    return sorted(set(text) - specification["model"]["vocab"].keys())
+    vocabulary = _character_vocabulary(tokenizer)
+    return [] if vocabulary is None else sorted(set(text) - vocabulary.keys())
 
 
 def token_byte_lengths(tokenizer: PreTrainedTokenizerFast) -> np.ndarray | None:
@@ -217,15 +191,13 @@ def token_byte_lengths(tokenizer: PreTrainedTokenizerFast) -> np.ndarray | None:
     Known for byte-level BPE, where each character of a token stands for one byte, and for character
     tokenizers; None for any other.
     """
-    specification = _specification(tokenizer)
-    byte_level = (specification["decoder"] or {}).get("type") == "ByteLevel"
-    if not byte_level and not _is_character_level(specification):
+    byte_level = (_specification(tokenizer)["decoder"] or {}).get("type") == "ByteLevel"
+    if not byte_level and _character_vocabulary(tokenizer) is None:
         return None
-    vocabulary: dict[str, int] = specification["model"]["vocab"]
-    added = specification["added_tokens"]
-    lengths = np.zeros(max([*vocabulary.values(), *(token["id"] for token in added)]) + 1, np.int32)
+    vocabulary: dict[str, int] = tokenizer.get_vocab()
+    lengths = np.zeros(max(vocabulary.values()) + 1, np.int32)
     for token, i in vocabulary.items():
         lengths[i] = len(token) if byte_level else len(token.encode())
-    for token in added:
-        lengths[token["id"]] = 0 if token["special"] else len(token["content"].encode())
+    for i, added in tokenizer.added_tokens_decoder.items():
+        lengths[i] = 0 if added.special else len(added.content.encode())
     return lengths

@@ -68,7 +68,7 @@ def training_lines(data, epochs):
         return lines_of(data, data.train.tokens)
     lines = []
     for i in range(data.train.streams):
-        for document in data.train.documents(i, [0, 0, 0, 0, 0]):
+        for document in data.train.documents(i, [0, 0, 0, 0]):
             if document.place[0] == epochs:
                 break
             lines += lines_of(data, document.ids)

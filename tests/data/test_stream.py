@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import multiprocessing
 import os
@@ -18,7 +19,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from hfgpt.data import stream as stream_module
-from hfgpt.data.sources import open_source
+from hfgpt.data.sources import open_source, text_hash
 from hfgpt.data.stream import (
     DocumentStream,
     MemoryBlocks,
@@ -27,7 +28,6 @@ from hfgpt.data.stream import (
     iterate,
     merge_positions,
     permutation,
-    text_hash,
 )
 from hfgpt.data.tokenization import Encoder, load_tokenizer
 from hfgpt.errors import UserError
@@ -51,16 +51,13 @@ def source_of(folder, layout):
     return open_source(str(folder))
 
 
-def document_stream(folder, layout=((25, 25, 22), (25, 25, 22)), **options):
-    settings = {
-        "seed": 1,
-        "sequence_length": 16,
-        "blocks_per_step": 8,
-        "held_out": None,
-        "exclude": frozenset(),
-        "fingerprint": {},
-    }
-    return DocumentStream(source_of(folder, layout), Encoder(TOKENIZER), **{**settings, **options})
+def document_stream(folder, layout=((25, 25, 22), (25, 25, 22)), units=None, exclude=(), **options):
+    settings = {"seed": 1, "sequence_length": 16, "blocks_per_step": 8, "fingerprint": {}}
+    source = source_of(folder, layout)
+    source = dataclasses.replace(
+        source, units=(units or list)(source.units), exclude=frozenset(map(text_hash, exclude))
+    )
+    return DocumentStream(source, Encoder(TOKENIZER), **{**settings, **options})
 
 
 def memory_blocks(count=500, **options):
@@ -68,12 +65,11 @@ def memory_blocks(count=500, **options):
     return MemoryBlocks(np.arange(count, dtype=np.int32), **{**settings, **options})
 
 
-@pytest.fixture(params=["memory", "documents", "windows"])
-def stream(request, tmp_path, monkeypatch):
+@pytest.fixture(params=["memory", "documents", "one unit"])
+def stream(request, tmp_path):
     if request.param == "memory":
         return memory_blocks()
-    if request.param == "windows":
-        monkeypatch.setattr(stream_module, "WINDOW_ROWS", 3)
+    if request.param == "one unit":
         return document_stream(tmp_path / "text", [[200]])
     return document_stream(tmp_path / "text")
 
@@ -139,7 +135,7 @@ LAYOUTS = {
     "one file": [[9] * 12],
     "ten files": [[4, 5]] * 10,
     "many units": [[1]] * 70 + [[3, 2]],
-    "windows": [[120, 40], [90]],
+    "large and small": [[120, 40], [90]],
 }
 
 
@@ -147,7 +143,7 @@ def epoch_texts(stream, epochs):
     """Texts by epoch, over all logical streams."""
     found = [[] for _ in range(epochs)]
     for i in range(stream.streams):
-        for document in stream.documents(i, [0, 0, 0, 0, 0]):
+        for document in stream.documents(i, [0, 0, 0, 0]):
             if document.place[0] >= epochs:
                 break
             found[document.place[0]].append(TOKENIZER.decode(document.ids).removesuffix("\n"))
@@ -155,8 +151,7 @@ def epoch_texts(stream, epochs):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_document_once_an_epoch(tmp_path, monkeypatch, layout):
-    monkeypatch.setattr(stream_module, "WINDOW_ROWS", 5)
+def test_every_document_once_an_epoch(tmp_path, layout):
     rows = sum(map(sum, LAYOUTS[layout]))
     first, second = epoch_texts(document_stream(tmp_path / "text", LAYOUTS[layout]), 2)
     assert sorted(first) == sorted(second) == sorted(texts(rows))
@@ -166,7 +161,7 @@ def test_every_document_once_an_epoch(tmp_path, monkeypatch, layout):
 def test_rows_within_a_unit_are_shuffled_anew_each_epoch(tmp_path):
     stream = document_stream(tmp_path / "text", [[160]], blocks_per_step=1)
     orders = [{}, {}]
-    for document in stream.documents(0, [0, 0, 0, 0, 0]):
+    for document in stream.documents(0, [0, 0, 0, 0]):
         epoch, place, *_ = document.place
         if epoch == 2:
             break
@@ -179,7 +174,7 @@ def test_rows_within_a_unit_are_shuffled_anew_each_epoch(tmp_path):
 def test_jsonl_documents_once_an_epoch(tmp_path):
     lines = [json.dumps({"text": text}) + "\n" for text in texts(50)]
     (tmp_path / "a.jsonl").write_text("".join(lines))
-    options = {"seed": 1, "sequence_length": 16, "blocks_per_step": 8, "held_out": None, "exclude": frozenset()}
+    options = {"seed": 1, "sequence_length": 16, "blocks_per_step": 8}
     stream = DocumentStream(open_source(str(tmp_path / "a.jsonl")), Encoder(TOKENIZER), fingerprint={}, **options)
     first, second = epoch_texts(stream, 2)
     assert sorted(first) == sorted(second) == sorted(texts(50)) and first != second
@@ -190,7 +185,7 @@ def test_streams_are_near_equal(tmp_path, layout):
     stream = document_stream(tmp_path / "text", LAYOUTS[layout])
     counts = [0] * stream.streams
     for i in range(stream.streams):
-        for document in stream.documents(i, [0, 0, 0, 0, 0]):
+        for document in stream.documents(i, [0, 0, 0, 0]):
             if document.place[0]:
                 break
             counts[i] += 1
@@ -206,7 +201,7 @@ def test_blocks_are_the_documents_end_to_end(tmp_path):
         blocks = np.concatenate([step[i * each : (i + 1) * each] for step in steps])
         assert np.array_equal(blocks[:-1, -1], blocks[1:, 0])
         run = np.concatenate([blocks[:, :-1].ravel(), blocks[-1, -1:]])
-        documents = stream.documents(i, [0, 0, 0, 0, 0])
+        documents = stream.documents(i, [0, 0, 0, 0])
         expected = np.concatenate([document.ids for document in islice(documents, 600)])[: len(run)]
         assert np.array_equal(run, expected)
 
@@ -216,7 +211,7 @@ def test_packing_carries_the_rest(tmp_path):
     lengths = [3, 1, 4, 1, 5]
     path = tmp_path / "a.jsonl"
     path.write_text("".join(json.dumps({"text": str(n) * n}) + "\n" for n in lengths))
-    options = {"seed": 1, "sequence_length": 4, "blocks_per_step": 1, "held_out": None, "exclude": frozenset()}
+    options = {"seed": 1, "sequence_length": 4, "blocks_per_step": 1}
     stream = DocumentStream(open_source(str(path)), Encoder(tokenizer), fingerprint={}, **options)
     steps = take(stream, None, 5)
     run = np.concatenate([blocks[0, :-1] for blocks, *_ in steps])
@@ -271,9 +266,11 @@ def test_ranks_read_different_text(stream):
 def test_held_out_and_excluded_documents_stay_out(tmp_path):
     layout = [[10, 10], [10, 10]]
     excluded = texts(40)[3]
-    stream = document_stream(
-        tmp_path / "text", layout, held_out=stream_module.HeldOut(3, 4), exclude=frozenset([text_hash(excluded)])
-    )
+
+    def units(every):
+        return [*every[:3], every[3]._replace(rows=4)]
+
+    stream = document_stream(tmp_path / "text", layout, units=units, exclude=[excluded])
     for epoch in epoch_texts(stream, 3):
         assert sorted(epoch) == sorted(set(texts(34)) - {excluded})
     skipped = sum((skipped for *_, skipped in take(stream, None, 40)), Counter())
@@ -283,7 +280,7 @@ def test_held_out_and_excluded_documents_stay_out(tmp_path):
 def test_skipped_rows_are_counted_once_each_epoch(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text("".join(f'{{"text": {json.dumps(text)}}}\n{{"text": null}}\nbad\n' for text in texts(64)))
-    options = {"seed": 1, "sequence_length": 16, "blocks_per_step": 2, "held_out": None, "exclude": frozenset()}
+    options = {"seed": 1, "sequence_length": 16, "blocks_per_step": 2}
     stream = DocumentStream(open_source(str(path)), Encoder(TOKENIZER), fingerprint={}, **options)
     steps = take(stream, None, 80)
     epoch_end = next(i for i, (_, position, _) in enumerate(steps) if all(c[0] == 1 for c in position["streams"]))
@@ -297,7 +294,7 @@ def test_skipped_rows_are_counted_once_each_epoch(tmp_path):
 def test_skipped_rows_before_the_first_document_are_counted(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": null}\n' * 40 + '{"text": "the only one"}\n' + '{"text": null}\n' * 23)
-    options = {"sequence_length": 4, "blocks_per_step": 1, "held_out": None, "exclude": frozenset()}
+    options = {"sequence_length": 4, "blocks_per_step": 1}
     for seed in range(5):
         stream = DocumentStream(open_source(str(path)), Encoder(TOKENIZER), seed=seed, fingerprint={}, **options)
         steps = take(stream, None, 5)
@@ -328,7 +325,7 @@ def test_too_little_text_is_named(tmp_path):
     with pytest.raises(UserError, match=r"too few training documents for 8 streams.* there are 7; .*streaming=false"):
         document_stream(tmp_path / "few", [[3, 4]])
     (tmp_path / "null.jsonl").write_text('{"text": null}\n' * 30)
-    options = {"seed": 1, "sequence_length": 16, "blocks_per_step": 8, "held_out": None, "exclude": frozenset()}
+    options = {"seed": 1, "sequence_length": 16, "blocks_per_step": 8}
     source = open_source(str(tmp_path / "null.jsonl"))
     stream = DocumentStream(source, Encoder(TOKENIZER), fingerprint={}, **options)
     for workers in (0, 1):
@@ -339,7 +336,7 @@ def test_too_little_text_is_named(tmp_path):
 @pytest.mark.parametrize("workers", [0, 2])
 def test_fault_in_a_worker_arrives_as_itself(tmp_path, workers):
     (tmp_path / "a.jsonl").write_text("".join(f'{{"text": "no É here {n}"}}\n' for n in range(30)))
-    options = {"seed": 1, "sequence_length": 16, "blocks_per_step": 8, "held_out": None, "exclude": frozenset()}
+    options = {"seed": 1, "sequence_length": 16, "blocks_per_step": 8}
     source = open_source(str(tmp_path / "a.jsonl"))
     stream = DocumentStream(source, Encoder(TOKENIZER), fingerprint={}, **options)
     with pytest.raises(UserError) as error:
@@ -371,7 +368,7 @@ def test_changed_settings_are_named(stream):
 def test_position_of_another_number_of_streams_is_refused(tmp_path):
     stream = document_stream(tmp_path / "text")
     with pytest.raises(UserError, match="position of 2 streams"):
-        iterate(stream, {"streams": [[0, 0, 0, 0, 0]] * 2})
+        iterate(stream, {"streams": [[0, 0, 0, 0]] * 2})
 
 
 def test_permutations_never_change():
