@@ -7,7 +7,6 @@ import dataclasses
 import difflib
 import math
 import os
-import types
 import typing
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from typing import Any, Literal
 import yaml
 
 from hfgpt.configuration_hfgpt import MODEL_SIZES, model_fields
+from hfgpt.convert import convert, describe
 from hfgpt.errors import UserError
 
 Auto = Literal["auto"]
@@ -114,7 +114,8 @@ class PretrainConfig:
         for spec in dataclasses.fields(cls):
             default = (defaults or {}).get(spec.name, spec.default)
             text = f"{spec.metadata['help']} (default: {default})".replace("%", "%%").strip()
-            parser.add_argument(f"--{spec.name}", metavar="VALUE", nargs="?", const="true", help=text)
+            alone = "true" if "bool" in str(spec.type) else ""  # what a flag without a value means
+            parser.add_argument(f"--{spec.name}", metavar="VALUE", nargs="?", const=alone, help=text)
         known, unknown = parser.parse_known_args(argv)
         command_line = vars(known)
         value_follows = False
@@ -147,7 +148,7 @@ class PretrainConfig:
             try:
                 values[key] = convert(value, hints[key])
             except ValueError:
-                problems.append(f"{key}={value}: must be {_describe(hints[key])}")
+                problems.append(f"{key}={value}: must be {describe(hints[key])}")
         if problems:
             if any(key in merged for key in _LENGTHS):  # one that was not readable is no missing one
                 values = {"max_steps": 1} | {key: value for key, value in values.items() if key not in _LENGTHS}
@@ -198,6 +199,8 @@ class PretrainConfig:
             if must and value is not None and not _RULES[must](value):
                 problems.append(f"{spec.name}={value}: must be {must}")
         sizes_fine = not problems
+        if self.seed >= 2**63:
+            problems.append(f"seed={self.seed}: must be below 2^63")
         lengths = [key for key in _LENGTHS if getattr(self, key) is not None]
         if len(lengths) != 1:
             given = " and ".join(lengths) or "nothing"
@@ -227,56 +230,6 @@ class PretrainConfig:
             except UserError as error:
                 problems += error.problems
         return problems
-
-
-def convert(value: Any, hint: Any) -> Any:
-    """`value` (text from a command line, or YAML) as the type `hint`; ValueError where it is not one."""
-    origin, options = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (typing.Union, types.UnionType):
-        for option in options:
-            try:
-                return convert(value, option)
-            except ValueError:
-                continue
-        raise ValueError
-    if origin is Literal:
-        text = "no" if value is False else value  # YAML reads a bare `no` as false
-        if text in options:
-            return text
-        raise ValueError
-    if origin is dict:
-        parsed = yaml.safe_load(value) if isinstance(value, str) and value.lstrip().startswith("{") else value
-        if isinstance(parsed, dict):
-            return parsed
-        raise ValueError
-    if hint is type(None):
-        if value is None or value in ("none", "null", "None"):
-            return None
-        raise ValueError
-    if hint is bool:
-        known = {"true": True, "false": False, "yes": True, "no": False, "1": True, "0": False}
-        if str(value).lower() in known:
-            return known[str(value).lower()]
-        raise ValueError
-    if isinstance(value, bool | dict | list) or value is None:
-        raise ValueError
-    if hint is int:
-        if not float(value).is_integer():  # 1e9 and 524_288 are whole numbers too
-            raise ValueError
-        return int(value) if str(value).lstrip("-").isdigit() else int(float(value))
-    if hint is str and isinstance(value, str) and value.lstrip().startswith("{"):
-        raise ValueError
-    return hint(value)
-
-
-def _describe(hint: Any) -> str:
-    names = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "none"}
-    origin, options = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (typing.Union, types.UnionType):
-        return " or ".join(_describe(option) for option in options if option is not type(None))
-    if origin is Literal:
-        return " or ".join(map(str, options))
-    return "a mapping of fields" if origin is dict else names[hint]
 
 
 def _read_yaml(path: str) -> dict[str, Any]:

@@ -7,7 +7,9 @@ import difflib
 from typing import Any
 
 from transformers import GPT2Config
+from transformers.activations import ACT2FN
 
+from hfgpt.convert import convert, describe
 from hfgpt.errors import UserError
 
 _NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
@@ -43,6 +45,8 @@ def model_fields(model: str | dict[str, Any]) -> dict[str, Any]:
             raise UserError(f"model={model}: no such size; {hint}sizes are {', '.join(MODEL_SIZES)}")
         return dict(MODEL_SIZES[model])
     given = dict(model)
+    if not isinstance(given.get("size", ""), str):
+        raise UserError(f"model.size={given['size']}: must be one of {', '.join(MODEL_SIZES)}")
     fields = {**_NO_DROPOUT, **(model_fields(given.pop("size")) if "size" in given else {}), **given}
     problems = []
     for key in given:
@@ -54,10 +58,20 @@ def model_fields(model: str | dict[str, Any]) -> dict[str, Any]:
                 f"model.{key}={given[key]}: GPT2Config has no such field"
                 + (f"; did you mean {near[0]}?" if near else f"; it has {', '.join(sorted(_FIELDS))}")
             )
-    for key in ("n_layer", "n_head", "n_embd", "n_positions"):
-        value = fields.get(key, 1)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            problems.append(f"model.{key}={value}: must be a whole number of at least 1")
+    hints = GPT2Config.__annotations__  # GPT-2's own fields; those of the base class are left as they are
+    for key in sorted(set(fields) & _FIELDS & set(hints)):
+        try:
+            value = fields[key] = convert(fields[key], hints[key])
+        except ValueError:
+            problems.append(f"model.{key}={fields[key]}: must be {describe(hints[key])}")
+            continue
+        if key in ("n_layer", "n_head", "n_embd", "n_positions", "n_inner") and value is not None and value < 1:
+            problems.append(f"model.{key}={value}: must be at least 1")
+        if key.endswith("_pdrop") and not 0 <= value < 1:
+            problems.append(f"model.{key}={value}: must be at least 0 and below 1")
+        if key == "activation_function" and value not in ACT2FN:
+            near = difflib.get_close_matches(value, ACT2FN, n=1, cutoff=0.3) or ["gelu_new"]
+            problems.append(f"model.{key}={value}: transformers has no such function; did you mean {near[0]}?")
     if not problems:
         n_embd, n_head = fields.get("n_embd", 768), fields.get("n_head", 12)
         if n_embd % n_head:

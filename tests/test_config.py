@@ -7,6 +7,7 @@ import itertools
 import pytest
 
 from hfgpt.config import PretrainConfig
+from hfgpt.configuration_hfgpt import model_config
 from hfgpt.errors import UserError
 from hfgpt.optim import learning_rate_schedule
 
@@ -96,6 +97,35 @@ def test_sizes_that_do_not_fit_are_refused_with_both_numbers():
     assert "gpt2-125m" in problem
     (problem,) = problems(model={"n_layers": 2})
     assert "n_layer?" in problem
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("activation_function", "foo"),
+        ("resid_pdrop", 2),
+        ("n_inner", -3),
+        ("n_inner", 64.5),
+        ("scale_attn_weights", "maybe"),
+        ("n_layer", 0),
+        ("size", [1]),
+    ],
+)
+def test_a_model_field_that_cannot_be_is_named(field, value):
+    (problem,) = problems(model={field: value})
+    assert problem.startswith(f"model.{field}=")
+
+
+def test_numbers_that_yaml_reads_as_text_reach_the_model():
+    config = model_config({"layer_norm_epsilon": "1e-6", "n_layer": "2", "n_head": 2, "n_embd": 32})
+    assert (config.layer_norm_epsilon, config.n_layer) == (1e-6, 2)
+
+
+def test_a_flag_without_its_value_and_broken_mappings_are_refused():
+    assert problems("--output_dir")[0].startswith("output_dir=")
+    assert problems("--max_steps")[0].startswith("max_steps=")
+    assert "mapping" in problems("--model", "{n_layer: 2")[0]
+    assert "2^63" in problems("--seed", str(2**63))[0]
 
 
 def test_world_size_counts_when_the_step_is_cut(monkeypatch):
