@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import chain, islice
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import xxhash
@@ -103,28 +103,25 @@ def prepare_data(
     kept = [text for text in documents if text_hash(text) not in training.exclude]
     skipped += Counter(in_validation=len(documents) - len(kept))
 
-    def training_texts() -> Iterator[str]:
-        if in_memory:
-            return iter(kept)
-        # The units are shuffled, so that the first documents are a fair sample.
-        return _documents(training, [units[i] for i in permutation(len(units), seed)], Counter())
-
+    # The units are shuffled, so that the first documents are a fair sample.
+    shuffled = [units[i] for i in permutation(len(units), seed)]
+    training_texts = (lambda: iter(kept)) if in_memory else (lambda: _documents(training, shuffled, Counter()))
     tokenizer_name = tokenizer if isinstance(tokenizer, str) else tokenizer.name_or_path or "given"
     if isinstance(tokenizer, str):
         texts = (lambda: chain(training_texts(), validation)) if tokenizer == "char" else training_texts
         tokenizer = load_tokenizer(tokenizer, texts, n_positions)
     encoder = Encoder(tokenizer)
     fingerprint = {f"dataset.{key}": value for key, value in source.fingerprint.items()}
-    fingerprint |= {"tokenizer": encoder.fingerprint, "held_out": rule}
     shape = {"seed": seed, "sequence_length": sequence_length, "blocks_per_step": blocks_per_step}
+    fingerprint |= {"tokenizer": encoder.fingerprint, "held_out": rule, **shape}
     train: Stream
     if in_memory:
         run = _encode(encoder, kept)
-        fingerprint |= {"tokens": len(run), "tokens_hash": xxhash.xxh3_64_hexdigest(run.tobytes())}
-        train = MemoryBlocks(run, fingerprint=fingerprint, **shape)
+        fingerprint |= {"stream": "memory", "tokens": len(run), "tokens_hash": xxhash.xxh3_64_hexdigest(run.tobytes())}
+        train = MemoryBlocks(run, **shape, fingerprint=fingerprint)
         how = f"in memory: {len(kept):,} documents, {len(run):,} tokens, {train.blocks_per_epoch:,} blocks an epoch"
     else:
-        train = DocumentStream(training, encoder, fingerprint=fingerprint, **shape)
+        train = DocumentStream(training, encoder, **shape, fingerprint={**fingerprint, "stream": "documents"})
         how = f"document stream: {len(source.units):,} units over {train.streams} streams"
     validation_run = _encode(encoder, validation)[: None if eval_tokens is None else eval_tokens + 1]
     if len(validation_run) < 2:
@@ -153,11 +150,11 @@ def _documents(source: Source, units: list[Unit], skipped: Counter[str]) -> Iter
 
 
 def _open_eval(eval_dataset: str, source: Source, dataset: str, name: str | None, text_column: str) -> Source:
+    hub: dict[str, Any] = {"name": name, "split": eval_dataset, "revision": source.fingerprint.get("commit")}
+    if source.is_local or os.path.exists(os.path.expanduser(eval_dataset)) or glob.has_magic(eval_dataset):
+        dataset, hub = eval_dataset, {}
     try:
-        if source.is_local or os.path.exists(os.path.expanduser(eval_dataset)) or glob.has_magic(eval_dataset):
-            return open_source(eval_dataset, text_column=text_column)
-        commit = source.fingerprint["commit"]
-        return open_source(dataset, name=name, split=eval_dataset, revision=commit, text_column=text_column)
+        return open_source(dataset, text_column=text_column, **hub)
     except UserError as error:
         raise UserError(re.sub("^dataset(_split)?", "eval_dataset", str(error))) from error
 

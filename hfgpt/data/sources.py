@@ -18,7 +18,6 @@ import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,6 +31,7 @@ TEXT_DOCUMENT_BYTES = 64 * 2**10
 SAMPLE_BYTES = 2**20
 EMBEDDED_DOCSTRING_CHARACTERS = 80
 KINDS = {".parquet": "parquet", ".jsonl": "lines", ".json": "lines", ".ndjson": "lines", ".txt": "text"}
+BOM = b"\xef\xbb\xbf"
 KNOWN = "parquet, jsonl[.gz], json[.gz] or txt[.gz]"
 
 
@@ -135,7 +135,8 @@ def open_source(
         label = f"{dataset} ({', '.join(filter(None, [name, split]))}) at commit {commit[:8]}"
     with ThreadPoolExecutor(16) as pool:
         per_file = list(pool.map(lambda file: _file_units(file, text_column), files))
-    _check_lines([file for file in files if _kind(file) == "lines"][:1], text_column)
+    for file in [file for file in files if _kind(file) == "lines"][:1]:
+        _check_lines(file, text_column)
     size_bytes = sum(size for _, size in per_file)
     return Source(
         units=[unit for units, _ in per_file for unit in units],
@@ -261,14 +262,16 @@ def _no_column(file: str, text_column: str, columns: list[str]) -> UserError:
     return UserError(f"text_column={text_column}: not in {file}; its columns are {', '.join(columns)}")
 
 
-def _check_lines(files: list[str], text_column: str) -> None:
+def _check_lines(file: str, text_column: str) -> None:
     """Refuse a text column that no object has among the first MiB of lines."""
-    for file in files:
-        with _opened(file) as handle:
-            lines = handle.read(SAMPLE_BYTES).removeprefix(b"\xef\xbb\xbf").split(b"\n")
-        columns = dict.fromkeys(chain.from_iterable(row for row in map(_json, lines) if isinstance(row, dict)))
-        if columns and text_column not in columns:
-            raise _no_column(file, text_column, list(columns))
+    with _opened(file) as handle:
+        lines = handle.read(SAMPLE_BYTES).removeprefix(BOM).split(b"\n")
+    columns: dict[str, None] = {}
+    for line in lines:
+        with contextlib.suppress(ValueError, RecursionError, AttributeError):
+            columns |= dict.fromkeys(json.loads(line).keys())
+    if columns and text_column not in columns:
+        raise _no_column(file, text_column, list(columns))
 
 
 def _parquet_values(unit: Unit, text_column: str) -> list[bytes | None]:
@@ -291,7 +294,7 @@ def _read_lines(unit: Unit) -> bytes:
             _, _, data = data.partition(b"\n")
         if data and not data.endswith(b"\n"):
             data += handle.readline()
-    return data.removeprefix(b"\xef\xbb\xbf")
+    return data.removeprefix(BOM)
 
 
 def _texts(unit: Unit) -> list[str]:
@@ -304,19 +307,15 @@ def _texts(unit: Unit) -> list[str]:
 
 
 def _json_value(line: bytes, text_column: str) -> Any:
-    row = _json(line)
-    if isinstance(row, dict):
-        return row.get(text_column, Unusable("no_text_column"))
-    return row if isinstance(row, Unusable) else Unusable("not_an_object")
-
-
-def _json(line: bytes) -> Any:
     try:
-        return json.loads(line.decode())
+        row = json.loads(line.decode())
+        return row.get(text_column, Unusable("no_text_column"))
     except UnicodeDecodeError:
         return Unusable("invalid_utf8")
     except (ValueError, RecursionError):
         return Unusable("malformed")
+    except AttributeError:
+        return Unusable("not_an_object")
 
 
 @functools.lru_cache(maxsize=1)

@@ -40,46 +40,47 @@ class StepBatch:
     skipped: dict[str, int] = field(default_factory=dict)
 
 
+@dataclass(eq=False)
 class MemoryBlocks:
     """Blocks of one run of `tokens` in memory.
 
-    Each epoch shifts the block borders by a phase and permutes the blocks, both keyed by seed and epoch;
-    the epochs follow each other without a break. Position: `{"epoch": int, "block": int}`, the next block
-    within the epoch's order.
+    Each epoch shifts the block borders by a phase and permutes the blocks, both keyed by seed and epoch; the epochs
+    follow each other without a break. Position: `{"epoch": int, "block": int}`, the next block within the epoch's
+    order. Raises `UserError` for less than a block.
     """
 
-    def __init__(
-        self, tokens: np.ndarray, *, seed: int, sequence_length: int, blocks_per_step: int, fingerprint: dict[str, Any]
-    ) -> None:
-        if len(tokens) <= sequence_length:
+    tokens: np.ndarray
+    seed: int
+    sequence_length: int
+    blocks_per_step: int
+    fingerprint: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        if len(self.tokens) <= self.sequence_length:
             raise UserError(
-                f"dataset: {len(tokens):,} training tokens are fewer than one block, which takes "
-                f"sequence_length={sequence_length} plus one; use a shorter sequence_length or more text"
+                f"dataset: {len(self.tokens):,} training tokens are fewer than one block, which takes "
+                f"sequence_length={self.sequence_length} plus one; use a shorter sequence_length or more text"
             )
-        self.tokens, self.seed = tokens, seed
-        self.sequence_length, self.blocks_per_step = sequence_length, blocks_per_step
-        self.divisible = blocks_per_step
-        self._phases = min(sequence_length, len(tokens) - sequence_length)
-        self.blocks_per_epoch = (len(tokens) - self._phases) // sequence_length
-        self.fingerprint = {"stream": "memory", **_shape(self), **fingerprint}
+        self.divisible = self.blocks_per_step
+        self._phases = min(self.sequence_length, len(self.tokens) - self.sequence_length)
+        self.blocks_per_epoch = (len(self.tokens) - self._phases) // self.sequence_length
 
     def start(self) -> dict[str, Any]:
         return {"epoch": 0, "block": 0}
 
     def steps(self, position: dict[str, Any], first: int, last: int) -> Iterator[StepBatch]:
         """Blocks `first` to `last` of each step from `position` on."""
-        epoch, block = int(position["epoch"]), int(position["block"])
-        starts = self._epoch_starts(epoch)
+        epoch = int(position["epoch"])
+        order = self._epoch_starts(epoch)
+        left = order[int(position["block"]) :]
         while True:
-            taken = starts[block : block + self.blocks_per_step]
-            block += len(taken)
-            while len(taken) < self.blocks_per_step:
+            while len(left) < self.blocks_per_step:
                 epoch += 1
-                starts = self._epoch_starts(epoch)
-                block = min(self.blocks_per_step - len(taken), len(starts))
-                taken = np.concatenate((taken, starts[:block]))
-            blocks = _blocks(self.tokens, taken[first:last], self.sequence_length)
-            yield StepBatch(blocks, {"epoch": epoch, "block": block})
+                order = self._epoch_starts(epoch)
+                left = np.concatenate((left, order))
+            starts, left = left[first:last], left[self.blocks_per_step :]
+            blocks = _blocks(self.tokens, starts, self.sequence_length)
+            yield StepBatch(blocks, {"epoch": epoch, "block": len(order) - len(left)})
 
     def _epoch_starts(self, epoch: int) -> np.ndarray:
         phase = _hash(self.seed, epoch, 0) % self._phases
@@ -88,49 +89,45 @@ class MemoryBlocks:
 
 
 class _Document(NamedTuple):
-    """Tokens of one document, where it lies, and the rows passed over since the document before it."""
+    """Tokens of one document, its [epoch, part, row], and the rows passed over since the document before it."""
 
     place: list[int]
     ids: np.ndarray
     skipped: Counter[str]
 
 
+@dataclass(eq=False)
 class DocumentStream:
     """Blocks of shuffled documents, packed end to end, from a source of any size.
 
-    The step is cut into V logical streams, V being the divisor of `blocks_per_step` up to 96 that has the
-    most divisors itself, so that many world sizes fit it. Each epoch permutes the units (cut into parts
-    where they are few); stream i reads every V-th from the i-th on, and shuffles the rows of each. All of it
-    is keyed by seed, epoch and place, so nothing random is stored. A stream carries a document over from
-    block to block, and moves to its next epoch on its own.
+    The step is cut into V logical streams, V being the divisor of `blocks_per_step` up to 96 that has the most
+    divisors itself, so that many world sizes fit it. Each epoch permutes the units (cut into parts where they are
+    few); stream i reads every V-th from the i-th on, and shuffles the rows of each. All of it is keyed by seed, epoch
+    and place, so nothing random is stored. A stream carries a document over from block to block, and moves to its
+    next epoch on its own. Raises `UserError` for fewer rows than streams.
 
-    Position: `{"streams": [[epoch, part, row, token], ...]}`, one cursor for each stream, which points at the
-    first token of its next block.
+    Position: `{"streams": [[epoch, part, row, token], ...]}`, one cursor for each stream, which points at the first
+    token of its next block.
     """
 
-    def __init__(
-        self,
-        source: Source,
-        encoder: Encoder,
-        *,
-        seed: int,
-        sequence_length: int,
-        blocks_per_step: int,
-        fingerprint: dict[str, Any],
-    ) -> None:
-        """Raises `UserError` for fewer rows than streams."""
-        self.source, self.encoder, self.seed = source, encoder, seed
-        self.sequence_length, self.blocks_per_step = sequence_length, blocks_per_step
-        self.streams = self.divisible = _count_streams(blocks_per_step)
+    source: Source
+    encoder: Encoder
+    seed: int
+    sequence_length: int
+    blocks_per_step: int
+    fingerprint: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        self.streams = self.divisible = _count_streams(self.blocks_per_step)
         self._cache: dict[int, list[str | Unusable]] = {}  # the units read last, oldest first
         self._parts = self._cut_units()
-        self.fingerprint = {"stream": "documents", **_shape(self), **fingerprint}
 
     def start(self) -> dict[str, Any]:
         return {"streams": [[0, 0, 0, 0] for _ in range(self.streams)]}
 
     def steps(self, position: dict[str, Any], first: int, last: int) -> Iterator[StepBatch]:
         """Blocks of the streams `first` to `last` of each step from `position` on, stream after stream."""
+        assert len(position["streams"]) == self.streams, f"position of {len(position['streams'])} streams"
         streams = [self._packed(i, position["streams"][i]) for i in range(first, last)]
         return map(_side_by_side, zip(*streams))  # noqa: B905 all are endless
 
@@ -234,56 +231,47 @@ def iterate(
             f"tokens_per_step: {stream.blocks_per_step} blocks of sequence_length={stream.sequence_length} "
             f"cannot be cut over {world} processes; numbers of processes that fit: {fitting}"
         )
-    position = stream.start() if position is None else position
-    if isinstance(stream, DocumentStream) and len(position["streams"]) != stream.streams:
-        raise UserError(f"position of {len(position['streams'])} streams does not fit {stream.streams} streams")
     share = stream.divisible // world
-    workers = effective_workers(stream, world, num_workers)
-    if not workers:
-        return stream.steps(position, rank * share, (rank + 1) * share)
-    return _from_workers(_WorkerParts(stream, position, rank * share, share), workers)
+    workers = 0 if isinstance(stream, MemoryBlocks) else min(num_workers, share)
+    return _from_workers(_Share(stream, position or stream.start(), rank * share, share), workers)
 
 
-def effective_workers(stream: Stream, world: int, num_workers: int) -> int:
-    """Worker processes that have something to do: none for blocks in memory, else one per logical stream."""
-    return 0 if isinstance(stream, MemoryBlocks) else min(num_workers, stream.divisible // world)
+@dataclass(eq=False)
+class _Share(torch.utils.data.IterableDataset[Any]):
+    """Blocks or streams `first` to `first + count` of each step; worker w of W makes the w-th part of them.
 
+    A `UserError` is handed over as the last item, because a worker's exceptions lose their type.
+    """
 
-class _WorkerParts(torch.utils.data.IterableDataset[Any]):
-    """Worker w of W makes the w-th part of each step; a `UserError` is handed over as the last item."""
-
-    def __init__(self, stream: Stream, position: dict[str, Any], first: int, count: int) -> None:
-        self.stream, self.position, self.first, self.count = stream, position, first, count
+    stream: Stream
+    position: dict[str, Any]
+    first: int
+    count: int
 
     def __iter__(self) -> Iterator[StepBatch | UserError]:
         worker = torch.utils.data.get_worker_info()
-        assert worker is not None
-        # Signals often reach the whole process group, and the main process alone decides what they mean.
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        first = self.first + self.count * worker.id // worker.num_workers
-        last = self.first + self.count * (worker.id + 1) // worker.num_workers
+        w, workers = (worker.id, worker.num_workers) if worker else (0, 1)
+        if worker:
+            # Signals often reach the whole process group, and the main process alone decides what they mean.
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        first, last = (self.first + self.count * i // workers for i in (w, w + 1))
         try:
             yield from self.stream.steps(self.position, first, last)
         except UserError as error:
             yield error
 
 
-def _from_workers(parts: _WorkerParts, workers: int) -> Iterator[StepBatch]:
-    loader = torch.utils.data.DataLoader(
-        parts,
-        batch_size=None,
-        num_workers=workers,
-        generator=torch.Generator(),  # or the loader would draw from the global one, which training uses
-    )
-    items = iter(loader)  # takes one item of each worker in turn
+def _from_workers(share: _Share, workers: int) -> Iterator[StepBatch]:
+    generator = torch.Generator()  # or the loader would draw from the global one, which training uses
+    items = iter(torch.utils.data.DataLoader(share, None, num_workers=workers, generator=generator))
     try:
         while True:
-            step = tuple(islice(items, workers))
-            for item in step:
-                if isinstance(item, UserError):
-                    raise item
-            yield _side_by_side(step)
+            parts = tuple(islice(items, max(workers, 1)))  # the loader takes one item of each worker in turn
+            for part in parts:
+                if isinstance(part, UserError):
+                    raise part
+            yield _side_by_side(parts)
     finally:
         del items  # ends the workers now: left to the garbage collector, each would be waited for 5 s
 
@@ -316,26 +304,21 @@ def check_fingerprint(saved: dict[str, Any], current: dict[str, Any]) -> None:
         )
 
 
-def _shape(stream: Stream) -> dict[str, int]:
-    return {key: getattr(stream, key) for key in ("seed", "sequence_length", "blocks_per_step")}
-
-
 def permutation(count: int, *keys: int) -> np.ndarray:
     """A permutation of range(count), int64, that depends on `keys` alone (numpy's own may change)."""
     return np.argsort(_hashes(np.arange(count), *keys), kind="stable")
 
 
 def _hash(*keys: int) -> int:
-    state = np.zeros(1, np.uint64)
+    state = 0
     for key in keys:
-        state = _hashes(state ^ np.uint64(key % 2**64))
-    return int(state[0])
+        state = int(_hashes(np.array([state ^ key % 2**64], np.uint64))[0])
+    return state
 
 
 def _hashes(values: np.ndarray, *keys: int) -> np.ndarray:
     """64 well-mixed bits for each value: splitmix64 (Steele, Lea and Flood, 2014) seeded by `keys`."""
-    seed = np.uint64(_hash(*keys) if keys else 0)
-    bits = (values.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15) + seed
+    bits = (values.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(_hash(*keys))
     bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return bits ^ (bits >> np.uint64(31))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,61 +32,28 @@ def load_tokenizer(name: str, texts: Callable[[], Iterable[str]], model_max_leng
     `<|endoftext|>` as bos, eos and pad. Anything else is a folder or a Hub name for `AutoTokenizer`.
     Raises `UserError` for a name that is none of these.
     """
-    from transformers import PreTrainedTokenizerFast
+    from tokenizers import ByteLevelBPETokenizer, Tokenizer, decoders, models
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     options: dict[str, Any] = {"model_max_length": model_max_length, "clean_up_tokenization_spaces": False}
     if name == "char":
-        return PreTrainedTokenizerFast(tokenizer_object=_character_backend(texts()), **options)
+        # The newline ends each document (see Encoder), so it has an id even where no text holds one.
+        characters = sorted({"\n", *chain.from_iterable(texts())})
+        backend = Tokenizer(models.BPE(vocab={character: i for i, character in enumerate(characters)}, merges=[]))
+        backend.decoder = decoders.Fuse()
+        return PreTrainedTokenizerFast(tokenizer_object=backend, **options)
     if name.startswith("bpe-"):
+        size = name.removeprefix("bpe-")
+        if not size.isdecimal() or int(size) < 257:
+            raise UserError(
+                f"tokenizer={name}: bpe-N needs a number of entries of at least 257 (256 bytes and "
+                f"{END_OF_TEXT}); for example bpe-4096"
+            )
+        bpe = ByteLevelBPETokenizer()
+        some = _first_characters(texts(), BPE_TRAINING_CHARACTERS)
+        bpe.train_from_iterator(some, int(size), min_frequency=0, show_progress=False, special_tokens=[END_OF_TEXT])
         options |= dict.fromkeys(("bos_token", "eos_token", "pad_token"), END_OF_TEXT)
-        return PreTrainedTokenizerFast(tokenizer_object=_train_bpe(name, texts()), **options)
-    return _from_pretrained(name, options)
-
-
-def _character_backend(texts: Iterable[str]) -> Any:
-    from tokenizers import Tokenizer, decoders, models
-
-    # The newline ends each document (see Encoder), so it has an id even where no text holds one.
-    characters = {"\n"}.union(*texts)
-    vocabulary = {character: i for i, character in enumerate(sorted(characters))}
-    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    backend.decoder = decoders.Fuse()
-    return backend
-
-
-def _train_bpe(name: str, texts: Iterable[str]) -> Any:
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
-    size = name.removeprefix("bpe-")
-    if not size.isdecimal() or int(size) < 257:
-        raise UserError(
-            f"tokenizer={name}: bpe-N needs a number of entries of at least 257 (256 bytes and "
-            f"{END_OF_TEXT}); for example bpe-4096"
-        )
-    backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=int(size),
-        special_tokens=[END_OF_TEXT],
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
-    backend.train_from_iterator(_first_characters(texts, BPE_TRAINING_CHARACTERS), trainer)
-    return backend
-
-
-def _first_characters(texts: Iterable[str], limit: int) -> Iterable[str]:
-    for text in texts:
-        yield text[:limit]
-        limit -= len(text)
-        if limit <= 0:
-            return
-
-
-def _from_pretrained(name: str, options: dict[str, Any]) -> PreTrainedTokenizerFast:
-    from transformers import AutoTokenizer
-
+        return PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(bpe.to_str()), **options)
     files = {path.name for path in Path(name).glob("*")}
     if "vocab.json" in files and not files & {"tokenizer.json", "tokenizer_config.json", "config.json"}:
         options["tokenizer_type"] = "gpt2"  # the bare pair of files says nothing about its class
@@ -99,6 +67,14 @@ def _from_pretrained(name: str, options: dict[str, Any]) -> PreTrainedTokenizerF
             f"repository of that name ({reason}); give one of these three"
         ) from error
     return tokenizer
+
+
+def _first_characters(texts: Iterable[str], limit: int) -> Iterable[str]:
+    for text in texts:
+        yield text[:limit]
+        limit -= len(text)
+        if limit <= 0:
+            return
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: str | os.PathLike[str]) -> None:
@@ -155,26 +131,19 @@ class Encoder:
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
         """One int32 array of ids for each document. Raises `UserError` for an unknown character."""
-        if self.separator_id is None:
+        first = [] if self.separator_id is None else [self.separator_id]
+        if not first:
             texts = [text if text.endswith("\n") else text + "\n" for text in texts]
-        if self._characters is not None:
-            ids = [self._character_ids(text, self._characters) for text in texts]
-        else:
+        if self._characters is None:
             encodings = self._backend.encode_batch_fast(texts, add_special_tokens=False)
-            ids = [np.array(encoding.ids, np.int32) for encoding in encodings]
-        if self.separator_id is None:
-            return ids
-        separator = np.array([self.separator_id], np.int32)
-        return [np.concatenate((separator, document)) for document in ids]
-
-    def _character_ids(self, text: str, vocabulary: dict[str, int]) -> np.ndarray:
+            return [np.array(first + encoding.ids, np.int32) for encoding in encodings]
         try:
-            return np.fromiter(map(vocabulary.__getitem__, text), np.int32, len(text))
+            return [np.array(first + [self._characters[c] for c in text], np.int32) for text in texts]
         except KeyError as error:
             [character] = error.args
             raise UserError(
                 f"tokenizer: the character {character!r} (U+{ord(character):04X}) is not in the character "
-                f"vocabulary of {len(vocabulary)} symbols, and unknown characters are never dropped; "
+                f"vocabulary of {len(self._characters)} symbols, and unknown characters are never dropped; "
                 "take it out of the text or train with a bpe-N tokenizer"
             ) from None
 
@@ -188,8 +157,7 @@ def unknown_characters(tokenizer: PreTrainedTokenizerFast, text: str) -> list[st
 def token_byte_lengths(tokenizer: PreTrainedTokenizerFast) -> np.ndarray | None:
     """UTF-8 bytes that each id stands for, int32 of shape [len(tokenizer)], special tokens 0.
 
-    Known for byte-level BPE, where each character of a token stands for one byte, and for character
-    tokenizers; None for any other.
+    Known for byte-level BPE, where each character of a token stands for one byte, and for character tokenizers.
     """
     byte_level = (_specification(tokenizer)["decoder"] or {}).get("type") == "ByteLevel"
     if not byte_level and _character_vocabulary(tokenizer) is None:

@@ -20,15 +20,7 @@ import pytest
 
 from hfgpt.data import stream as stream_module
 from hfgpt.data.sources import open_source, text_hash
-from hfgpt.data.stream import (
-    DocumentStream,
-    MemoryBlocks,
-    check_fingerprint,
-    effective_workers,
-    iterate,
-    merge_positions,
-    permutation,
-)
+from hfgpt.data.stream import DocumentStream, MemoryBlocks, check_fingerprint, iterate, merge_positions, permutation
 from hfgpt.data.tokenization import Encoder, load_tokenizer
 from hfgpt.errors import UserError
 
@@ -309,8 +301,13 @@ def test_number_of_streams_fits_many_worlds(tmp_path):
 
 def test_workers_have_something_to_do(tmp_path):
     stream = document_stream(tmp_path / "text")
-    assert effective_workers(stream, 4, 16) == 2
-    assert effective_workers(memory_blocks(), 1, 4) == 0
+    steps = iterate(stream, None, world=4, num_workers=16)
+    next(steps)
+    assert len(multiprocessing.active_children()) == 2
+    steps.close()
+    in_memory = iterate(memory_blocks(), None, num_workers=4)
+    next(in_memory)
+    assert not multiprocessing.active_children()
     assert_same(take(stream, None, 3, 4, 16), take(stream, None, 3))
 
 
@@ -361,14 +358,14 @@ def test_changed_settings_are_named(stream):
     check_fingerprint(json.loads(json.dumps(stream.fingerprint)), stream.fingerprint)
     changed = {**stream.fingerprint, "seed": 2, "dataset.hash": "x"}
     with pytest.raises(UserError) as error:
-        check_fingerprint({**stream.fingerprint, "dataset.hash": "y"}, changed)
+        check_fingerprint({**stream.fingerprint, "seed": 1, "dataset.hash": "y"}, changed)
     assert "(seed was 1, now 2; dataset.hash was 'y', now 'x')" in str(error.value)
 
 
 def test_position_of_another_number_of_streams_is_refused(tmp_path):
     stream = document_stream(tmp_path / "text")
-    with pytest.raises(UserError, match="position of 2 streams"):
-        iterate(stream, {"streams": [[0, 0, 0, 0]] * 2})
+    with pytest.raises(AssertionError, match="position of 2 streams"):
+        next(iterate(stream, {"streams": [[0, 0, 0, 0]] * 2}))
 
 
 def test_permutations_never_change():
