@@ -72,7 +72,14 @@ class RunFolder:
         self._append(self.ledger, values)
 
     def rewind(self, step: int) -> None:
-        """Drop the records of steps after `step`, which a resumed run makes again, and a line cut short."""
+        """Drop the records of steps after `step`, which a resumed run makes again, and a line cut short.
+
+        Checkpoints of later steps belong to the course that was left: they are renamed, so that none of them is
+        taken for the newest.
+        """
+        for folder in self.checkpoints() if self.writes else []:
+            if int(folder.name.split("-")[1]) > step:
+                folder.rename(folder.with_name(f"abandoned-{time.time_ns()}-{folder.name}"))
         for path in (self.metrics, self.ledger):
             if not self.writes or not path.exists():
                 continue

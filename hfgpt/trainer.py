@@ -22,7 +22,7 @@ from transformers.trainer_callback import TrainerControl, TrainerState
 from hfgpt import checkpoint
 from hfgpt.callbacks import CallbackArguments, MFUCallback, PerplexityCallback, callback_handler
 from hfgpt.config import PretrainConfig
-from hfgpt.configuration_hfgpt import model_config
+from hfgpt.configuration_hfgpt import model_config, model_fields
 from hfgpt.data import TextData, prepare_data
 from hfgpt.data.stream import StepBatch, check_fingerprint, iterate, merge_positions
 from hfgpt.data.tokenization import save_tokenizer
@@ -277,7 +277,6 @@ class Pretrainer:
         tokenizer: str | PreTrainedTokenizerFast = config.tokenizer
         if self.resumed_from and (tokenizer == "char" or tokenizer.startswith("bpe-")):
             tokenizer = PreTrainedTokenizerFast.from_pretrained(self.resumed_from)  # as trained for this run
-        model = model_config(config.model)
         return prepare_data(
             dataset=config.dataset,
             dataset_name=config.dataset_name,
@@ -289,7 +288,7 @@ class Pretrainer:
             seed=config.seed,
             sequence_length=config.sequence_length,
             blocks_per_step=self.batch.blocks_per_step,
-            n_positions=model.n_positions,
+            n_positions=model_fields(config.model).get("n_positions", 1024),
             streaming=config.streaming,
             eval_tokens=config.eval_tokens,
         )
@@ -315,6 +314,7 @@ class Pretrainer:
         ours = self.raw_model.config.to_dict()
         saved = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         shape = ("vocab_size", "n_layer", "n_head", "n_embd", "n_positions", "n_inner", "activation_function")
+        shape += ("layer_norm_epsilon", "scale_attn_weights", "scale_attn_by_inverse_layer_idx", "tie_word_embeddings")
         changed = [f"model.{key}: {saved[key]} there, {ours[key]} here" for key in shape if saved[key] != ours[key]]
         if changed:
             raise UserError(f"resume_from_checkpoint={folder}: another model; " + "; ".join(changed))

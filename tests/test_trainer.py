@@ -382,3 +382,12 @@ def test_two_processes_take_the_same_steps_as_one(tmp_path, document_folder):
     weights = [load_file(tmp_path / n / "checkpoint-4" / "model.safetensors") for n in ("1", "2")]
     for name, value in weights[0].items():
         torch.testing.assert_close(weights[1][name], value, atol=1e-5, rtol=0)
+
+
+def test_resuming_from_an_earlier_step_leaves_the_later_course_aside(config):
+    trained(config())
+    earlier = str(Path(config().output_dir) / "checkpoint-2")
+    again = trained(config(max_steps=5, save_steps=1, save_total_limit=1, resume_from_checkpoint=earlier))
+    assert [path.name for path in again.run.checkpoints()] == ["checkpoint-5"]
+    assert (again.run.path / "checkpoint-latest").resolve().name == "checkpoint-5"
+    assert len(list(again.run.path.glob("abandoned-*-checkpoint-*"))) == 2
