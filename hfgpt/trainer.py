@@ -313,7 +313,15 @@ class Pretrainer:
         trainer, data = checkpoint.read_state(folder, "trainer_state"), checkpoint.read_state(folder, "data_state")
         ours = self.raw_model.config.to_dict()
         saved = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        shape = ("vocab_size", "n_layer", "n_head", "n_embd", "n_positions", "n_inner", "activation_function")
+        shape: tuple[str, ...] = (
+            "vocab_size",
+            "n_layer",
+            "n_head",
+            "n_embd",
+            "n_positions",
+            "n_inner",
+            "activation_function",
+        )
         shape += ("layer_norm_epsilon", "scale_attn_weights", "scale_attn_by_inverse_layer_idx", "tie_word_embeddings")
         changed = [f"model.{key}: {saved[key]} there, {ours[key]} here" for key in shape if saved[key] != ours[key]]
         if changed:
