@@ -77,7 +77,9 @@ class PretrainConfig:
     tokens_per_step: int | None = _f(None, "target tokens in one step over all processes", POSITIVE)
     per_device_train_batch_size: int = _f(8, "micro-batch: sequences per forward pass on one process", POSITIVE)
     gradient_accumulation_steps: int | None = _f(None, "micro-batches per step; follows from tokens_per_step", POSITIVE)
-    per_device_eval_batch_size: int | None = _f(None, "sequences per forward pass in evaluation; default: as training")
+    per_device_eval_batch_size: int | None = _f(
+        None, "sequences per forward pass in evaluation; default: as training", POSITIVE
+    )
     max_steps: int | None = _f(None, "length of the run in steps", POSITIVE)
     max_tokens: int | None = _f(None, "or in target tokens", POSITIVE)
     num_train_epochs: float | None = _f(None, "or in passes over a text that is held in memory", POSITIVE)

@@ -60,6 +60,7 @@ def test_text_becomes_the_type_of_the_field():
         ("adam_beta2", "1"),
         ("warmup_steps", "-1"),
         ("logging_steps", "0"),
+        ("per_device_eval_batch_size", "0"),
     ],
 )
 def test_a_value_that_cannot_be_is_named(flag, value):
