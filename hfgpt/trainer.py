@@ -313,17 +313,8 @@ class Pretrainer:
         trainer, data = checkpoint.read_state(folder, "trainer_state"), checkpoint.read_state(folder, "data_state")
         ours = self.raw_model.config.to_dict()
         saved = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        shape = [
-            "vocab_size",
-            "n_layer",
-            "n_head",
-            "n_embd",
-            "n_positions",
-            "n_inner",
-            "activation_function",
-            "layer_norm_epsilon",
-        ]
-        shape += ["scale_attn_weights", "scale_attn_by_inverse_layer_idx", "tie_word_embeddings"]
+        shape = ["vocab_size", "n_layer", "n_head", "n_embd", "n_positions", "n_inner", "activation_function"]
+        shape += ["layer_norm_epsilon", "scale_attn_weights", "scale_attn_by_inverse_layer_idx", "tie_word_embeddings"]
         changed = [f"model.{key}: {saved[key]} there, {ours[key]} here" for key in shape if saved[key] != ours[key]]
         if changed:
             raise UserError(f"resume_from_checkpoint={folder}: another model; " + "; ".join(changed))
@@ -387,7 +378,7 @@ class Pretrainer:
             if self.skipped_in_a_row == MAX_SKIPPED_STEPS:
                 raise RuntimeError(
                     f"loss or gradient was not finite in {MAX_SKIPPED_STEPS} steps in a row, up to step {step}; the "
-                    f"newest checkpoint in {self.run.path} is from before, if there is one; a lower learning_rate may help"
+                    f"newest checkpoint in {self.run.path}, if any, is from before; a lower learning_rate may help"
                 )
         return figures[0][-1], figures[1][-1], rates[-1]
 
