@@ -19,6 +19,7 @@ import xxhash
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
+from transformers import PreTrainedModel
 
 from hfgpt.errors import UserError
 from hfgpt.run_folder import LATEST, RunFolder, write_json
@@ -27,6 +28,15 @@ logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
 STATE = "training_state"
+REQUIRED = (
+    *("config.json", "model.safetensors", "tokenizer.json"),
+    *(f"{STATE}/optimizer.safetensors", f"{STATE}/trainer_state.json", f"{STATE}/data_state.json"),
+)
+# Fields of the model's configuration that change what it computes.
+FUNCTION = (
+    *("vocab_size", "n_layer", "n_head", "n_embd", "n_positions", "n_inner", "activation_function"),
+    *("layer_norm_epsilon", "scale_attn_weights", "scale_attn_by_inverse_layer_idx", "tie_word_embeddings"),
+)
 _WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
@@ -39,16 +49,19 @@ def write_checkpoint(run: RunFolder, step: int, write: Callable[[Path], None], k
     write(aside)
     files = sorted(path for path in aside.rglob("*") if path.is_file())
     for path in files:
+        path.chmod(aside.stat().st_mode & 0o666)  # safetensors makes files for their owner alone
         _sync(path)
     write_json(aside / MANIFEST, {"files": {path.relative_to(aside).as_posix(): _facts(path) for path in files}})
     if final.exists():  # a broken folder of this step: a whole one would have been resumed
         shutil.rmtree(final)
     os.rename(aside, final)
     _sync(run.path)
-    link = run.path / f".{LATEST}.tmp"
+    link, latest = run.path / f".{LATEST}.tmp", run.path / LATEST
     link.unlink(missing_ok=True)
     link.symlink_to(final.name)
-    os.replace(link, run.path / LATEST)
+    if latest.is_dir() and not latest.is_symlink():  # made by a copy that follows links
+        run.abandon(latest)
+    os.replace(link, latest)
     for old in run.checkpoints()[keep:] if keep else []:
         shutil.rmtree(old)
     return final
@@ -58,6 +71,9 @@ def fault(folder: Path) -> str | None:
     """What is wrong with a checkpoint folder by its manifest, or None when it is whole."""
     try:
         files = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]
+        for name in REQUIRED:
+            if name not in files:
+                return f"{MANIFEST} does not name {name}"
         for name, facts in files.items():
             path = folder / name
             if not path.resolve().is_relative_to(folder.resolve()):
@@ -128,8 +144,23 @@ def read_state(folder: Path, name: str) -> dict[str, Any]:
     return json.loads((folder / STATE / f"{name}.json").read_text(encoding="utf-8"))
 
 
-def load_model_and_optimizer(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Weights and optimizer state of a checkpoint into `model` and `optimizer`, in place."""
+def changed_settings(then: dict[str, Any], now: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Settings of a resumed run that are not those it was saved with; where it is stored does not count."""
+    changed = [key for key in now if then.get(key) != now[key]]
+    place = ("output_dir", "run_name", "resume_from_checkpoint")
+    return {key: {"from": then.get(key), "to": now[key]} for key in changed if key not in place}
+
+
+def load_model_and_optimizer(folder: Path, model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> None:
+    """Weights and optimizer state of a checkpoint into `model` and `optimizer`, in place.
+
+    Raises UserError where the checkpoint is of a model that computes another function.
+    """
+    ours = model.config.to_dict()
+    saved = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    changed = [f"model.{key}: {saved[key]} there, {ours[key]} here" for key in FUNCTION if saved[key] != ours[key]]
+    if changed:
+        raise UserError(f"resume_from_checkpoint={folder}: another model; " + "; ".join(changed))
     weights = load_file(folder / "model.safetensors")
     missing, unexpected = model.load_state_dict(weights, strict=False)
     if unexpected or set(missing) - {"lm_head.weight"}:

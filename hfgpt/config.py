@@ -105,14 +105,24 @@ class PretrainConfig:
     report_to: str = _f("none", "trackers, comma-separated: tensorboard, wandb, trackio, mlflow")
 
     def __post_init__(self) -> None:
-        if problems := self._problems():
+        hints = typing.get_type_hints(type(self))
+        problems, unreadable = [], set()
+        for spec in dataclasses.fields(self):
+            value = getattr(self, spec.name)
+            try:
+                object.__setattr__(self, spec.name, convert(value, hints[spec.name]))
+            except ValueError:
+                problems.append(f"{spec.name}={value}: must be {describe(hints[spec.name])}")
+                unreadable.add(spec.name)
+                object.__setattr__(self, spec.name, spec.default)  # so that the others can be checked
+        if problems := problems + self._problems(unreadable):
             raise UserError(*problems)
 
     @classmethod
     def from_cli(cls, defaults: dict[str, Any] | None = None, argv: list[str] | None = None) -> PretrainConfig:
         """The recipe's `defaults`, under `--config file.yaml`, under `--key value` of `argv` (default: sys.argv)."""
         parser = argparse.ArgumentParser(allow_abbrev=False, argument_default=argparse.SUPPRESS)
-        parser.add_argument("--config", metavar="FILE.yaml", help="settings under the same keys")
+        parser.add_argument("--config", metavar="FILE.yaml", nargs="?", const="", help="settings under the same keys")
         for spec in dataclasses.fields(cls):
             default = (defaults or {}).get(spec.name, spec.default)
             text = f"{spec.metadata['help']} (default: {default})".replace("%", "%%").strip()
@@ -128,7 +138,7 @@ class PretrainConfig:
                 raise UserError(f"{argument}: not a flag; settings are given as --key value")
             value_follows = argument.startswith("--") and "=" not in argument
         path = command_line.pop("config", None)
-        return cls.from_layers(defaults or {}, _read_yaml(path) if path else {}, command_line)
+        return cls.from_layers(defaults or {}, {} if path is None else _read_yaml(path), command_line)
 
     @classmethod
     def from_layers(cls, *layers: dict[str, Any]) -> PretrainConfig:
@@ -138,28 +148,19 @@ class PretrainConfig:
             if any(key in layer for key in _LENGTHS):  # a run has one length: the last one stated
                 merged = {key: value for key, value in merged.items() if key not in _LENGTHS}
             merged.update(layer)
-        hints = typing.get_type_hints(cls)
-        problems, values = [], {}
-        for key, value in merged.items():
-            if key not in hints:
-                near = difflib.get_close_matches(key, hints, n=1, cutoff=0.5)
-                problems.append(
-                    f"--{key}: no such setting; " + (f"did you mean --{near[0]}?" if near else "see --help")
-                )
-                continue
-            try:
-                values[key] = convert(value, hints[key])
-            except ValueError:
-                problems.append(f"{key}={value}: must be {describe(hints[key])}")
+        names = [spec.name for spec in dataclasses.fields(cls)]
+        problems = []
+        for key in [key for key in merged if key not in names]:
+            near = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
+            problems.append(f"--{key}: no such setting; " + (f"did you mean --{near[0]}?" if near else "see --help"))
+            del merged[key]
+        try:
+            config = cls(**merged)
+        except UserError as error:
+            problems += error.problems
         if problems:
-            if any(key in merged for key in _LENGTHS):  # one that was not readable is no missing one
-                values = {"max_steps": 1} | {key: value for key, value in values.items() if key not in _LENGTHS}
-            try:
-                cls(**values)
-            except UserError as error:
-                problems += error.problems
             raise UserError(*problems)
-        return cls(**values)
+        return config
 
     def batch(self, processes: int) -> Batch:
         """How one step is cut over `processes`. Raises UserError with sizes that fit when it cannot be."""
@@ -194,7 +195,7 @@ class PretrainConfig:
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
-    def _problems(self) -> list[str]:
+    def _problems(self, unreadable: set[str]) -> list[str]:
         problems = []
         for spec in dataclasses.fields(self):
             must, value = spec.metadata["must"], getattr(self, spec.name)
@@ -204,7 +205,7 @@ class PretrainConfig:
         if self.seed >= 2**63:
             problems.append(f"seed={self.seed}: must be below 2^63")
         lengths = [key for key in _LENGTHS if getattr(self, key) is not None]
-        if len(lengths) != 1:
+        if len(lengths) != 1 and unreadable.isdisjoint(_LENGTHS):
             given = " and ".join(lengths) or "nothing"
             problems.append(f"{given} given: state the length of the run by one of {', '.join(_LENGTHS)}")
         if self.min_learning_rate is not None:

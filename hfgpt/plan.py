@@ -15,7 +15,9 @@ from transformers import GPT2Config
 
 from hfgpt import __version__
 from hfgpt.config import Batch, PretrainConfig
+from hfgpt.configuration_hfgpt import model_fields
 from hfgpt.device import CompileChoice, Precision
+from hfgpt.errors import UserError
 from hfgpt.flops import parameter_counts
 
 
@@ -30,6 +32,19 @@ def memory_estimate_bytes(config: GPT2Config, batch: Batch, precision: str, chec
     width = 2 if checkpointing else 34
     activations = tokens * config.n_layer * config.n_embd * width * (2 if precision == "no" else 1)
     return 16 * parameter_counts(config).total + activations + 8 * tokens * config.vocab_size
+
+
+def check_memory(config: PretrainConfig, batch: Batch, precision: str, available_bytes: int | None) -> None:
+    """Raise UserError for sizes far beyond the device; the smallest vocabulary stands for the one not yet known."""
+    model = GPT2Config(**{**model_fields(config.model), "vocab_size": 2})
+    needed = memory_estimate_bytes(model, batch, precision, config.gradient_checkpointing)
+    needed += 12 * batch.tokens_per_step // batch.processes  # the token blocks of a step
+    if available_bytes and needed > 2 * available_bytes:
+        raise UserError(
+            f"per_device_train_batch_size={batch.micro_batch} x sequence_length={batch.sequence_length} x accumulation "
+            f"{batch.accumulation} with this model needs some {needed / 2**30:,.0f} GiB, and the device has "
+            f"{available_bytes / 2**30:,.0f}; use a smaller model, micro-batch or tokens_per_step"
+        )
 
 
 @dataclass(frozen=True)

@@ -52,15 +52,24 @@ class RunFolder:
     def holds_run(self) -> bool:
         return self.metrics.exists() or self.run_json.exists() or bool(self.checkpoints())
 
-    def start(self, facts: dict[str, Any]) -> None:
-        """Make the folder and write run.json. Raises UserError where that cannot be."""
-        if not self.writes:
-            return
+    def check_writable(self) -> None:
+        """Raise UserError where the folder cannot be made or written, before anything is."""
+        place = self.path.absolute()
         try:
+            while not place.exists():
+                place = place.parent
+            fault = None if os.access(place, os.W_OK | os.X_OK) else f"{place} cannot be written"
+            fault = fault if place.is_dir() else f"{place} is not a folder"
+        except OSError as error:
+            fault = error.strerror
+        if fault:
+            raise UserError(f"output_dir={self.path}: {fault}; name a folder that can be written")
+
+    def start(self, facts: dict[str, Any]) -> None:
+        """Make the folder and write run.json."""
+        if self.writes:
             self.path.mkdir(parents=True, exist_ok=True)
             write_json(self.run_json, facts)
-        except OSError as error:
-            raise UserError(f"output_dir={self.path}: {error.strerror}; name a folder that can be written") from None
 
     def record(self, **values: Any) -> None:
         """One line of metrics.jsonl. Numbers that JSON does not have (NaN, infinity) become null."""
@@ -79,20 +88,24 @@ class RunFolder:
         """
         for folder in self.checkpoints() if self.writes else []:
             if int(folder.name.split("-")[1]) > step:
-                folder.rename(folder.with_name(f"abandoned-{time.time_ns()}-{folder.name}"))
+                self.abandon(folder)
         for path in (self.metrics, self.ledger):
             if not self.writes or not path.exists():
                 continue
             kept = []
-            for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+            for line in path.read_bytes().splitlines(keepends=True):
                 try:
-                    if line.endswith("\n") and json.loads(line)["step"] <= step:
+                    if line.endswith(b"\n") and json.loads(line)["step"] <= step:
                         kept.append(line)
                 except (ValueError, KeyError, TypeError):
                     continue
             aside = path.with_name(f".{path.name}.tmp")
-            aside.write_text("".join(kept), encoding="utf-8")
+            aside.write_bytes(b"".join(kept))
             os.replace(aside, path)
+
+    def abandon(self, folder: Path) -> None:
+        """Keep a folder under a name that is not taken for a checkpoint."""
+        folder.rename(folder.with_name(f"abandoned-{time.time_ns()}-{folder.name}"))
 
     def _append(self, path: Path, values: dict[str, Any]) -> None:
         if self.writes:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections import Counter
@@ -26,14 +25,14 @@ from hfgpt.configuration_hfgpt import model_config, model_fields
 from hfgpt.data import TextData, prepare_data
 from hfgpt.data.stream import StepBatch, check_fingerprint, iterate, merge_positions
 from hfgpt.data.tokenization import save_tokenizer
-from hfgpt.device import choose_compile, device_name, peak_memory_bytes, start_accelerator, step_seed
+from hfgpt.device import choose_compile, device_name, memory_bytes, peak_memory_bytes, start_accelerator, step_seed
 from hfgpt.errors import UserError
 from hfgpt.evaluation import evaluate
 from hfgpt.flops import parameter_counts
 from hfgpt.hub import model_card
 from hfgpt.modeling_hfgpt import GPT2LMHeadModel
 from hfgpt.optim import build_optimizer, learning_rate_schedule
-from hfgpt.plan import Plan, run_facts
+from hfgpt.plan import Plan, check_memory, run_facts
 from hfgpt.run_folder import RunFolder
 
 logger = logging.getLogger(__name__)
@@ -113,8 +112,10 @@ class Pretrainer:
         self.state.is_world_process_zero = accelerator.is_main_process
         self.state.is_local_process_zero = accelerator.is_local_main_process
         self.run = RunFolder(config.output_dir, writes=accelerator.is_main_process)
+        self.run.check_writable()
         self.resumed_from = checkpoint.find_checkpoint(self.run, config.resume_from_checkpoint)
         self.batch = config.batch(accelerator.num_processes)
+        check_memory(config, self.batch, self.precision.name, memory_bytes(device))
         self.data = self._prepare_data()
         self.max_steps = self.state.max_steps = self._max_steps()
         self.compile = choose_compile(config.torch_compile, device, self.max_steps * self.batch.accumulation)
@@ -184,7 +185,7 @@ class Pretrainer:
             self.run.start(run_facts(self.plan, self.data.train.fingerprint))
         self.run.rewind(step if self.resumed_from else -1)
         if self.resumed_from:
-            self._record(event="resume", checkpoint=self.resumed_from.name)
+            self._record(event="resume", checkpoint=self.resumed_from.name, changed_settings=self.changed_settings)
         else:
             self._record(event="start")
 
@@ -276,7 +277,9 @@ class Pretrainer:
         config = self.config
         tokenizer: str | PreTrainedTokenizerFast = config.tokenizer
         if self.resumed_from and (tokenizer == "char" or tokenizer.startswith("bpe-")):
-            tokenizer = PreTrainedTokenizerFast.from_pretrained(self.resumed_from)  # as trained for this run
+            saved = checkpoint.read_state(self.resumed_from, "trainer_state")["config"]
+            if saved["tokenizer"] == tokenizer:  # take it as it was trained for this run
+                tokenizer = PreTrainedTokenizerFast.from_pretrained(self.resumed_from)
         return prepare_data(
             dataset=config.dataset,
             dataset_name=config.dataset_name,
@@ -311,13 +314,6 @@ class Pretrainer:
     def _restore(self, folder: Path) -> tuple[dict[str, Any], float]:
         """Weights, optimizer, counters of a checkpoint; returns the text position and the seconds trained so far."""
         trainer, data = checkpoint.read_state(folder, "trainer_state"), checkpoint.read_state(folder, "data_state")
-        ours = self.raw_model.config.to_dict()
-        saved = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        shape = ["vocab_size", "n_layer", "n_head", "n_embd", "n_positions", "n_inner", "activation_function"]
-        shape += ["layer_norm_epsilon", "scale_attn_weights", "scale_attn_by_inverse_layer_idx", "tie_word_embeddings"]
-        changed = [f"model.{key}: {saved[key]} there, {ours[key]} here" for key in shape if saved[key] != ours[key]]
-        if changed:
-            raise UserError(f"resume_from_checkpoint={folder}: another model; " + "; ".join(changed))
         check_fingerprint(data["fingerprint"], self.data.train.fingerprint)
         checkpoint.load_model_and_optimizer(folder, self.raw_model, self.raw_optimizer)
         if self.accelerator.scaler is not None and trainer["gradient_scaler"]:
@@ -325,6 +321,11 @@ class Pretrainer:
         self.state.global_step = trainer["step"]
         self.state.num_input_tokens_seen = trainer["num_input_tokens_seen"]
         self.evaluation = trainer["evaluation"] or {}
+        if self.max_steps < trainer["step"]:
+            raise UserError(f"max_steps={self.max_steps}: {folder} is at step {trainer['step']}; state more steps")
+        self.changed_settings = checkpoint.changed_settings(trainer["config"], self.config.to_dict())
+        for key, change in self.changed_settings.items():
+            logger.warning("%s is %s from here on; it was %s", key, change["to"], change["from"])
         if trainer["schedule_steps"] != self.max_steps:
             self.schedule_steps = trainer["schedule_steps"]
             logger.warning(
@@ -345,6 +346,7 @@ class Pretrainer:
             "wall_seconds": self.mfu_callback.total_seconds,
             "schedule_steps": self.schedule_steps,
             "random_numbers": "seeded by (seed, step, process) at every step",
+            "config": config.to_dict(),
             "gradient_scaler": scaler.state_dict() if scaler is not None else None,
             "evaluation": self.evaluation or None,
         }

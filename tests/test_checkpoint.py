@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
+import shutil
 
 import pytest
 
-from hfgpt.checkpoint import MANIFEST, fault, find_checkpoint, write_checkpoint
+from hfgpt.checkpoint import MANIFEST, REQUIRED, fault, find_checkpoint, write_checkpoint
 from hfgpt.errors import UserError
 from hfgpt.run_folder import RunFolder
 
 
 def fill(folder):
-    (folder / "model.safetensors").write_bytes(b"w" * 1000)
-    (folder / "training_state" / "data_state.json").write_text("{}")
+    for name in REQUIRED:
+        (folder / name).write_bytes(b"w" * 1000)
+    (folder / "model.safetensors").chmod(0o600)  # as safetensors makes it
+
+
+def name_in_manifest(folder, name):
+    manifest = json.loads((folder / MANIFEST).read_text())
+    manifest["files"] = {name: {"size": 1, "xxh3_128": ""}, **manifest["files"]}
+    (folder / MANIFEST).write_text(json.dumps(manifest))
 
 
 @pytest.fixture
@@ -29,6 +38,16 @@ def run(tmp_path):
 def test_newest_whole_checkpoint_is_found_and_linked(run):
     assert find_checkpoint(run, "latest") == run.checkpoint(20)
     assert (run.path / "checkpoint-latest").resolve() == run.checkpoint(20).resolve()
+    modes = {path.stat().st_mode for path in run.checkpoint(20).rglob("*") if path.is_file()}
+    assert len(modes) == 1  # readable for all who may read the others
+
+
+def test_a_latest_that_is_a_folder_of_its_own_gives_way(run):
+    (run.path / "checkpoint-latest").unlink()
+    shutil.copytree(run.checkpoint(20), run.path / "checkpoint-latest")
+    write_checkpoint(run, 30, fill, keep=None)
+    assert (run.path / "checkpoint-latest").resolve() == run.checkpoint(30).resolve()
+    assert len(list(run.path.glob("abandoned-*-checkpoint-latest"))) == 1
 
 
 @pytest.mark.parametrize(
@@ -39,7 +58,8 @@ def test_newest_whole_checkpoint_is_found_and_linked(run):
         (lambda folder: (folder / "training_state" / "data_state.json").unlink(), "data_state.json is missing"),
         (lambda folder: (folder / MANIFEST).unlink(), "manifest.json is missing"),
         (lambda folder: (folder / MANIFEST).write_text("{"), "unreadable"),
-        (lambda folder: (folder / MANIFEST).write_text('{"files": {"../../etc": {}}}'), "outside"),
+        (lambda folder: (folder / MANIFEST).write_text('{"files": {}}'), "does not name config.json"),
+        (lambda folder: name_in_manifest(folder, "../../etc"), "outside"),
     ],
 )
 def test_a_broken_newest_one_is_named_and_passed_over(run, caplog, damage, named):
@@ -88,9 +108,10 @@ def test_records_after_the_resumed_step_are_dropped(tmp_path):
     for step in range(1, 6):
         run.record(step=step, loss=float("nan") if step == 2 else 1.0)
         run.record_text(step=step, batch_hash="0")
-    with open(run.metrics, "a") as file:
-        file.write('{"step": 6, "lo')  # cut short by a kill
+    run.record(step=3, event="note", text="a line\u2028separator")
+    with open(run.metrics, "ab") as file:
+        file.write(b'{"step": 6, "lo\xff\xc3')  # cut short by a kill
     run.rewind(3)
     lines = run.metrics.read_text().splitlines()
-    assert len(lines) == 3 and '"loss": null' in lines[1]
+    assert len(lines) == 5 and '"loss": null' in lines[1]  # the separator splits the note for splitlines alone
     assert len(run.ledger.read_text().splitlines()) == 3

@@ -68,6 +68,13 @@ def test_a_value_that_cannot_be_is_named(flag, value):
     assert problem.startswith(f"{flag}={value}"), problem
 
 
+def test_values_given_in_python_are_converted_and_checked_too():
+    config = PretrainConfig(**{**SMALL, "max_steps": "10"}, streaming="false", learning_rate="1e-3")
+    assert (config.max_steps, config.streaming, config.learning_rate) == (10, False, 1e-3)
+    with pytest.raises(UserError, match="max_steps=ten: must be a whole number"):
+        PretrainConfig(**{**SMALL, "max_steps": "ten"})
+
+
 def test_unknown_flag_offers_the_nearest():
     (problem,) = problems("--gradient_acumulation_steps", "4")
     assert "--gradient_acumulation_steps" in problem and "--gradient_accumulation_steps?" in problem
@@ -158,6 +165,7 @@ def test_options_that_would_be_ignored_are_refused():
 
 def test_missing_or_broken_yaml(tmp_path):
     assert "nowhere.yaml" in problems("--config", "nowhere.yaml")[0]
+    assert "name an existing YAML file" in problems("--config")[0]
     path = tmp_path / "broken.yaml"
     path.write_text("a: [1\n")
     assert "not YAML" in problems("--config", str(path))[0]

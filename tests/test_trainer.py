@@ -280,7 +280,8 @@ def test_a_finished_run_resumes_to_its_result(config):
         ({"seed": 2}, "seed"),
         ({"model": {**MODEL, "n_layer": 3}}, "n_layer"),
         ({"sequence_length": 32}, "sequence_length"),
-        ({"gradient_accumulation_steps": 4}, "blocks_per_step"),
+        ({"gradient_accumulation_steps": 4}, "_per_step"),
+        ({"tokenizer": "bpe-300"}, "tokenizer"),
     ],
 )
 def test_resuming_another_run_is_refused_by_name(config, changes, named):
@@ -289,6 +290,30 @@ def test_resuming_another_run_is_refused_by_name(config, changes, named):
     with pytest.raises(UserError, match=named):
         Pretrainer(config(resume_from_checkpoint="latest", **changes)).train()
     assert run.metrics.read_bytes() == before
+
+
+def test_settings_changed_at_resume_are_said_and_recorded(config, caplog):
+    first = trained(config())
+    assert records(first, "changed_settings") == []
+    resumed = trained(config(resume_from_checkpoint="latest", max_steps=8, learning_rate=5e-3))
+    [record] = records(resumed, "changed_settings")
+    assert record["changed_settings"] == {
+        "max_steps": {"from": 6, "to": 8},
+        "learning_rate": {"from": 1e-2, "to": 5e-3},
+    }
+    assert "learning_rate is 0.005 from here on; it was 0.01" in caplog.text
+
+
+def test_fewer_steps_than_the_checkpoint_has_are_refused(config):
+    trained(config())
+    with pytest.raises(UserError, match=r"max_steps=3: .*checkpoint-6 is at step 6"):
+        trained(config(resume_from_checkpoint="latest", max_steps=3))
+
+
+def test_sizes_far_beyond_the_machine_are_refused_before_the_text_is_read(config):
+    for changes in ({"per_device_train_batch_size": 10**8}, {"gradient_accumulation_steps": 10**9}):
+        with pytest.raises(UserError, match=r"needs some [\d,]+ GiB, and the device has"):
+            Pretrainer(config(dataset="nowhere.txt", **changes)).train()
 
 
 def test_the_same_step_cut_otherwise_may_resume(config):
