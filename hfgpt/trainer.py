@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import torch
 import xxhash
-from accelerate.utils import gather_object
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast, TrainerCallback
 from transformers.trainer_callback import TrainerControl, TrainerState
@@ -23,9 +22,10 @@ from hfgpt.callbacks import CallbackArguments, MFUCallback, PerplexityCallback, 
 from hfgpt.config import PretrainConfig
 from hfgpt.configuration_hfgpt import model_config, model_fields
 from hfgpt.data import TextData, prepare_data
-from hfgpt.data.stream import StepBatch, check_fingerprint, iterate, merge_positions
+from hfgpt.data.stream import StepBatch, check_fingerprint, iterate, side_by_side
 from hfgpt.data.tokenization import save_tokenizer
 from hfgpt.device import choose_compile, device_name, memory_bytes, peak_memory_bytes, start_accelerator, step_seed
+from hfgpt.distributed import HostGroup
 from hfgpt.errors import UserError
 from hfgpt.evaluation import evaluate
 from hfgpt.flops import parameter_counts
@@ -60,12 +60,17 @@ class Pretrainer:
         self.start_run()
         self.control = self.handler.on_train_begin(self.args, self.state, self.control)
         while self.state.global_step < self.max_steps and not self.control.should_training_stop:
-            batch = next(self.batches)
+            mine, whole = self.next_batch()
             self.control = self.handler.on_step_begin(self.args, self.state, self.control)
             step = self.state.global_step + 1
-            loss, grad_norm = self.training_step(*self.to_tensors(batch.blocks), step=step)
-            self.after_step(batch, loss, grad_norm)
+            loss, grad_norm = self.training_step(*self.to_tensors(mine.blocks), step=step)
+            self.after_step(whole, loss, grad_norm)
         return self.finish()
+
+    def next_batch(self) -> tuple[StepBatch, StepBatch]:
+        """The next step's blocks: this process's share, and the whole of all processes."""
+        mine = next(self.batches)
+        return mine, side_by_side(self.host.gather(mine))
 
     def training_step(self, input_ids: Tensor, shift_labels: Tensor, *, step: int) -> tuple[Tensor, Tensor]:
         """One optimizer update of step number `step` (from 1) on this process's share, (rows, T) each.
@@ -111,12 +116,13 @@ class Pretrainer:
         accelerator, device = self.accelerator, self.accelerator.device
         self.state.is_world_process_zero = accelerator.is_main_process
         self.state.is_local_process_zero = accelerator.is_local_main_process
+        self.host = HostGroup(accelerator.num_processes)
         self.run = RunFolder(config.output_dir, writes=accelerator.is_main_process)
         self.run.check_writable()
         self.resumed_from = checkpoint.find_checkpoint(self.run, config.resume_from_checkpoint)
         self.batch = config.batch(accelerator.num_processes)
         check_memory(config, self.batch, self.precision.name, memory_bytes(device))
-        self.data = self._prepare_data()
+        self.data = self.host.from_main(self._prepare_data)
         self.max_steps = self.state.max_steps = self._max_steps()
         self.compile = choose_compile(config.torch_compile, device, self.max_steps * self.batch.accumulation)
 
@@ -204,7 +210,8 @@ class Pretrainer:
         self.position = batch.position
         self.skipped_rows.update(batch.skipped)
         self.pending.append((step, self.learning_rate(step), loss, grad_norm))
-        self.run.record_text(step=step, batch_hash=self._batch_hash(batch.blocks))
+        blocks = np.ascontiguousarray(batch.blocks, dtype="<i4")  # of all processes, in the stream's own order
+        self.run.record_text(step=step, batch_hash=xxhash.xxh3_64_hexdigest(blocks.data))
         if step == self.max_steps:
             self.control.should_log = self.control.should_save = True
             self.control.should_evaluate = config.eval_steps > 0
@@ -247,10 +254,9 @@ class Pretrainer:
         self._read_pending()
         step = self.state.global_step
         folder = self.run.checkpoint(step)
-        positions = gather_object([self.position])
         if self.accelerator.is_main_process:
             keep = self.config.save_total_limit
-            checkpoint.write_checkpoint(self.run, step, lambda path: self._fill(path, positions), keep)
+            checkpoint.write_checkpoint(self.run, step, self._fill, keep)
             self._record(event="save", checkpoint=folder.name)
         self.accelerator.wait_for_everyone()
         self.saved_step = step
@@ -335,7 +341,7 @@ class Pretrainer:
             )
         return data["position"], trainer["wall_seconds"]
 
-    def _fill(self, folder: Path, positions: list[dict[str, Any]]) -> None:
+    def _fill(self, folder: Path) -> None:
         config, state = self.config, self.state
         self.raw_model.save_pretrained(folder)
         save_tokenizer(self.data.tokenizer, folder)
@@ -350,7 +356,7 @@ class Pretrainer:
             "gradient_scaler": scaler.state_dict() if scaler is not None else None,
             "evaluation": self.evaluation or None,
         }
-        data = {"fingerprint": self.data.train.fingerprint, "position": merge_positions(positions)}
+        data = {"fingerprint": self.data.train.fingerprint, "position": self.position}
         checkpoint.save_training_state(folder, self.raw_model, self.raw_optimizer, trainer, data)
         hub = "dataset.commit" in self.data.train.fingerprint
         card = model_card(
@@ -383,13 +389,6 @@ class Pretrainer:
                     f"newest checkpoint in {self.run.path}, if any, is from before; a lower learning_rate may help"
                 )
         return figures[0][-1], figures[1][-1], rates[-1]
-
-    def _batch_hash(self, blocks: np.ndarray) -> str:
-        """xxh3_64 of the whole step's blocks as little-endian int32, in the stream's own order."""
-        if self.accelerator.num_processes > 1:
-            mine = torch.from_numpy(blocks).to(self.accelerator.device)
-            blocks = self.accelerator.gather(mine).cpu().numpy()
-        return xxhash.xxh3_64_hexdigest(np.ascontiguousarray(blocks, dtype="<i4").data)
 
     def _record(self, **values: Any) -> None:
         self.run.record(

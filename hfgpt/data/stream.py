@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import signal
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, NamedTuple
@@ -129,7 +129,7 @@ class DocumentStream:
         """Blocks of the streams `first` to `last` of each step from `position` on, stream after stream."""
         assert len(position["streams"]) == self.streams, f"position of {len(position['streams'])} streams"
         streams = [self._packed(i, position["streams"][i]) for i in range(first, last)]
-        return map(_side_by_side, zip(*streams))  # noqa: B905 all are endless
+        return map(side_by_side, zip(*streams))  # noqa: B905 all are endless
 
     def _packed(self, stream: int, cursor: list[int]) -> Iterator[StepBatch]:
         """One logical stream's documents end to end, as its blocks of each step."""
@@ -271,12 +271,13 @@ def _from_workers(share: _Share, workers: int) -> Iterator[StepBatch]:
             for part in parts:
                 if isinstance(part, UserError):
                     raise part
-            yield _side_by_side(parts)
+            yield side_by_side(parts)
     finally:
         del items  # ends the workers now: left to the garbage collector, each would be waited for 5 s
 
 
-def _side_by_side(parts: tuple[StepBatch, ...]) -> StepBatch:
+def side_by_side(parts: Sequence[StepBatch]) -> StepBatch:
+    """The parts of one step, in rank or worker order, as one; its position loads on any world size."""
     skipped = sum((Counter(part.skipped) for part in parts), Counter[str]())
     position = merge_positions([part.position for part in parts])
     return StepBatch(np.concatenate([part.blocks for part in parts]), position, dict(skipped))
