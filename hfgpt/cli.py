@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from hfgpt import __version__
-from hfgpt.errors import UserError
+from hfgpt.errors import RunError, UserError
 
 app = typer.Typer(
     name="hfgpt",
@@ -37,6 +37,10 @@ def run_recipe(main: Callable[[], Any]) -> None:
             for problem in error.problems:
                 print(f"error: {' '.join(problem.split())}", file=sys.stderr)
         code = 2
+    except RunError as error:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        code = 1
     except KeyboardInterrupt:
         code = 130
     except Exception as error:

@@ -188,6 +188,20 @@ class PretrainConfig:
             )
         return Batch(self.per_device_train_batch_size, self.sequence_length, accumulation, processes)
 
+    def total_steps(self, batch: Batch, epoch_blocks: int | None) -> int:
+        """Length of the run; `epoch_blocks`: blocks in one pass over the text, None where that is not known."""
+        if self.max_steps is not None:
+            return self.max_steps
+        if self.max_tokens is not None:
+            return max(1, self.max_tokens // batch.tokens_per_step)
+        assert self.num_train_epochs is not None
+        if epoch_blocks is None:
+            raise UserError(
+                f"num_train_epochs={self.num_train_epochs}: the length of a streamed text is not known before; "
+                "state max_steps or max_tokens, or hold the text in memory with --streaming false"
+            )
+        return max(1, round(self.num_train_epochs * epoch_blocks / batch.blocks_per_step))
+
     def end_learning_rate(self) -> float:
         """Learning rate after the decay."""
         return 0.1 * self.learning_rate if self.min_learning_rate is None else self.min_learning_rate

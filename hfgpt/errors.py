@@ -1,10 +1,10 @@
-"""The one exception that means "wrong use": its text is shown as it is, and the process ends with code 2."""
+"""The exceptions whose text is all that a user needs: no traceback is shown with them."""
 
 from __future__ import annotations
 
 
 class UserError(ValueError):
-    """Wrong use: a key, a file or a text that cannot work.
+    """Wrong use: a key, a file or a text that cannot work. Exit code 2.
 
     Each of `problems` is one line that names what is wrong, its value, and the way out.
     """
@@ -12,3 +12,7 @@ class UserError(ValueError):
     def __init__(self, *problems: str) -> None:
         self.problems = problems
         super().__init__("\n".join(problems))
+
+
+class RunError(RuntimeError):
+    """A run that cannot go on, with its cause in one line; what it had reached is saved. Exit code 1."""

@@ -26,7 +26,7 @@ from hfgpt.data.stream import StepBatch, check_fingerprint, iterate, side_by_sid
 from hfgpt.data.tokenization import save_tokenizer
 from hfgpt.device import choose_compile, device_name, memory_bytes, peak_memory_bytes, start_accelerator, step_seed
 from hfgpt.distributed import HostGroup
-from hfgpt.errors import UserError
+from hfgpt.errors import RunError, UserError
 from hfgpt.evaluation import evaluate
 from hfgpt.flops import parameter_counts
 from hfgpt.hub import model_card
@@ -68,9 +68,21 @@ class Pretrainer:
         return self.finish()
 
     def next_batch(self) -> tuple[StepBatch, StepBatch]:
-        """The next step's blocks: this process's share, and the whole of all processes."""
-        mine = next(self.batches)
-        return mine, side_by_side(self.host.gather(mine))
+        """The next step's blocks: this process's share, and the whole of all processes.
+
+        Where the text of any process fails, all of them save what they have, and raise RunError.
+        """
+        mine: StepBatch | Exception
+        try:
+            mine = next(self.batches)
+        except (UserError, RunError) as error:
+            mine = error
+        shares = self.host.gather(mine)
+        if faults := [share for share in shares if isinstance(share, Exception)]:
+            self.finish(fault=str(faults[0]))
+            raise RunError(f"{faults[0]}; continue with --resume_from_checkpoint latest")
+        whole = side_by_side([share for share in shares if isinstance(share, StepBatch)])
+        return shares[self.accelerator.process_index], whole
 
     def training_step(self, input_ids: Tensor, shift_labels: Tensor, *, step: int) -> tuple[Tensor, Tensor]:
         """One optimizer update of step number `step` (from 1) on this process's share, (rows, T) each.
@@ -123,7 +135,8 @@ class Pretrainer:
         self.batch = config.batch(accelerator.num_processes)
         check_memory(config, self.batch, self.precision.name, memory_bytes(device))
         self.data = self.host.from_main(self._prepare_data)
-        self.max_steps = self.state.max_steps = self._max_steps()
+        epoch_blocks = getattr(self.data.train, "blocks_per_epoch", None)
+        self.max_steps = self.state.max_steps = config.total_steps(self.batch, epoch_blocks)
         self.compile = choose_compile(config.torch_compile, device, self.max_steps * self.batch.accumulation)
 
         tokenizer = self.data.tokenizer
@@ -263,12 +276,12 @@ class Pretrainer:
         self.control = self.handler.on_save(self.args, self.state, self.control)
         return folder
 
-    def finish(self) -> dict[str, Any]:
-        """Leave the run at its end, or where a callback stopped it, with everything recorded and saved."""
-        if self.saved_step != self.state.global_step:
+    def finish(self, fault: str | None = None) -> dict[str, Any]:
+        """Leave the run at its end, or where it had to stop, with everything recorded and saved."""
+        if self.state.global_step not in (0, self.saved_step):
             self.save()
         self.control = self.handler.on_train_end(self.args, self.state, self.control)
-        self._record(event="end", skipped_rows=dict(self.skipped_rows))
+        self._record(event="end", skipped_rows=dict(self.skipped_rows), fault=fault)
         if self.skipped_rows and self.accelerator.is_main_process:
             reasons = ", ".join(f"{count:,} {reason}" for reason, count in sorted(self.skipped_rows.items()))
             print(f"rows of text left out: {reasons}", flush=True)
@@ -301,21 +314,6 @@ class Pretrainer:
             streaming=config.streaming,
             eval_tokens=config.eval_tokens,
         )
-
-    def _max_steps(self) -> int:
-        config, tokens_per_step = self.config, self.batch.tokens_per_step
-        if config.max_steps is not None:
-            return config.max_steps
-        if config.max_tokens is not None:
-            return max(1, config.max_tokens // tokens_per_step)
-        blocks = getattr(self.data.train, "blocks_per_epoch", None)
-        if blocks is None:
-            raise UserError(
-                f"num_train_epochs={config.num_train_epochs}: the length of a streamed text is not known before; "
-                "state max_steps or max_tokens, or hold the text in memory with --streaming false"
-            )
-        assert config.num_train_epochs is not None
-        return max(1, round(config.num_train_epochs * blocks / self.batch.blocks_per_step))
 
     def _restore(self, folder: Path) -> tuple[dict[str, Any], float]:
         """Weights, optimizer, counters of a checkpoint; returns the text position and the seconds trained so far."""
@@ -384,7 +382,7 @@ class Pretrainer:
             self.run.record(event="skip_step", step=step, reason=f"loss {loss}, gradient norm {norm}")
             logger.warning("step %d is left out: loss %s, gradient norm %s", step, loss, norm)
             if self.skipped_in_a_row == MAX_SKIPPED_STEPS:
-                raise RuntimeError(
+                raise RunError(
                     f"loss or gradient was not finite in {MAX_SKIPPED_STEPS} steps in a row, up to step {step}; the "
                     f"newest checkpoint in {self.run.path}, if any, is from before; a lower learning_rate may help"
                 )
