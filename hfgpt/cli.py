@@ -40,7 +40,7 @@ def run_recipe(main: Callable[[], Any]) -> None:
     except RunError as error:
         if os.environ.get("RANK", "0") == "0":
             print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        code = 1
+        code = error.exit_code
     except KeyboardInterrupt:
         code = 130
     except Exception as error:

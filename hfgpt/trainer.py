@@ -26,19 +26,18 @@ from hfgpt.data.stream import StepBatch, check_fingerprint, iterate, side_by_sid
 from hfgpt.data.tokenization import save_tokenizer
 from hfgpt.device import choose_compile, device_name, memory_bytes, peak_memory_bytes, start_accelerator, step_seed
 from hfgpt.distributed import HostGroup
-from hfgpt.errors import RunError, UserError
+from hfgpt.errors import RunError, Stopped, UserError
 from hfgpt.evaluation import evaluate
 from hfgpt.flops import parameter_counts
+from hfgpt.guard import Step, StepGuard
 from hfgpt.hub import model_card
 from hfgpt.modeling_hfgpt import GPT2LMHeadModel
 from hfgpt.optim import build_optimizer, learning_rate_schedule
 from hfgpt.plan import Plan, check_memory, run_facts
 from hfgpt.run_folder import RunFolder
+from hfgpt.signals import Interrupted, StopSignals
 
 logger = logging.getLogger(__name__)
-
-# Steps in a row that are left out because of a non-finite gradient before the run gives up.
-MAX_SKIPPED_STEPS = 10
 
 
 class Pretrainer:
@@ -53,34 +52,40 @@ class Pretrainer:
         self.callbacks = callbacks
         self.state = TrainerState(logging_steps=config.logging_steps, save_steps=config.save_steps)
         self.state.eval_steps = config.eval_steps
+        self.signals = StopSignals()
         self.control = TrainerControl()
 
     def train(self) -> dict[str, Any]:
         self.setup()
-        self.start_run()
-        self.control = self.handler.on_train_begin(self.args, self.state, self.control)
-        while self.state.global_step < self.max_steps and not self.control.should_training_stop:
-            mine, whole = self.next_batch()
-            self.control = self.handler.on_step_begin(self.args, self.state, self.control)
-            step = self.state.global_step + 1
-            loss, grad_norm = self.training_step(*self.to_tensors(mine.blocks), step=step)
-            self.after_step(whole, loss, grad_norm)
-        return self.finish()
+        with self.signals:
+            self.start_run()
+            while self.state.global_step < self.max_steps and not self.control.should_training_stop:
+                mine, whole = self.next_batch()
+                self.control = self.handler.on_step_begin(self.args, self.state, self.control)
+                step = self.state.global_step + 1
+                loss, grad_norm = self.training_step(*self.to_tensors(mine.blocks), step=step)
+                self.after_step(whole, loss, grad_norm)
+            return self.finish()
 
     def next_batch(self) -> tuple[StepBatch, StepBatch]:
         """The next step's blocks: this process's share, and the whole of all processes.
 
-        Where the text of any process fails, all of them save what they have, and raise RunError.
+        Where the text of any process fails, or a signal reached it, all save what they have, and raise RunError.
         """
         mine: StepBatch | Exception
         try:
-            mine = next(self.batches)
+            with self.signals.waiting():
+                mine = next(self.batches)
+        except Interrupted:
+            assert self.signals.received is not None
+            mine = Stopped(self.signals.received.name, 128 + self.signals.received)
         except (UserError, RunError) as error:
             mine = error
         shares = self.host.gather(mine)
         if faults := [share for share in shares if isinstance(share, Exception)]:
             self.finish(fault=str(faults[0]))
-            raise RunError(f"{faults[0]}; continue with --resume_from_checkpoint latest")
+            message = f"{faults[0]} after step {self.state.global_step}; continue with --resume_from_checkpoint latest"
+            raise Stopped(message, getattr(faults[0], "exit_code", 1))
         whole = side_by_side([share for share in shares if isinstance(share, StepBatch)])
         return shares[self.accelerator.process_index], whole
 
@@ -190,8 +195,7 @@ class Pretrainer:
         self.handler = callback_handler(
             self.args, [self.mfu_callback, PerplexityCallback(), *self.callbacks], model, tokenizer, self.optimizer
         )
-        self.pending: list[tuple[int, float, Tensor, Tensor]] = []
-        self.skipped_in_a_row = 0
+        self.guard = StepGuard(self.run)
         self.skipped_rows: Counter[str] = Counter(self.data.skipped)
         self.saved_step = self.state.global_step if self.resumed_from else None
 
@@ -207,6 +211,7 @@ class Pretrainer:
             self._record(event="resume", checkpoint=self.resumed_from.name, changed_settings=self.changed_settings)
         else:
             self._record(event="start")
+        self.control = self.handler.on_train_begin(self.args, self.state, self.control)
 
     def to_tensors(self, blocks: np.ndarray) -> tuple[Tensor, Tensor]:
         """Inputs and targets on the device, both (rows, T), of blocks (rows, T + 1): the one place that shifts."""
@@ -222,7 +227,7 @@ class Pretrainer:
         state.num_input_tokens_seen += self.batch.tokens_per_step
         self.position = batch.position
         self.skipped_rows.update(batch.skipped)
-        self.pending.append((step, self.learning_rate(step), loss, grad_norm))
+        self.guard.add(Step(step, self.learning_rate(step), loss, grad_norm))
         blocks = np.ascontiguousarray(batch.blocks, dtype="<i4")  # of all processes, in the stream's own order
         self.run.record_text(step=step, batch_hash=xxhash.xxh3_64_hexdigest(blocks.data))
         if step == self.max_steps:
@@ -238,16 +243,14 @@ class Pretrainer:
 
     def log(self) -> None:
         """The training record of the newest step; the only place where the host waits for the device."""
-        if not (values := self._read_pending()):
+        if not (logs := self.guard.read()):
             return
-        loss, grad_norm, learning_rate = values
-        logs = {"loss": loss, "learning_rate": learning_rate, "grad_norm": grad_norm}
         self.control = self.handler.on_log(self.args, self.state, self.control, logs)
         self._record(**logs, memory_bytes=peak_memory_bytes(self.accelerator.device))
 
     def evaluate(self) -> dict[str, Any]:
         """The evaluation record of the model as it is."""
-        self._read_pending()
+        self.guard.read()
         metrics = evaluate(
             self.model,
             self.data.validation,
@@ -264,7 +267,7 @@ class Pretrainer:
 
     def save(self) -> Path:
         """A checkpoint of the model as it is: a Hub model folder that is also the point to resume from."""
-        self._read_pending()
+        self.guard.read()
         step = self.state.global_step
         folder = self.run.checkpoint(step)
         if self.accelerator.is_main_process:
@@ -366,27 +369,6 @@ class Pretrainer:
             evaluation=self.evaluation or None,
         )
         (folder / "README.md").write_text(card, encoding="utf-8")
-
-    def _read_pending(self) -> tuple[float, float, float] | None:
-        """Fetch the figures of the steps since the last call, record left-out steps; the newest step's figures."""
-        if not self.pending:
-            return None
-        steps, rates, losses, norms = zip(*self.pending, strict=True)
-        self.pending = []
-        figures = torch.stack([torch.stack(losses).float(), torch.stack(norms).float()]).tolist()
-        for step, loss, norm in zip(steps, *figures, strict=True):
-            bad = not (np.isfinite(loss) and np.isfinite(norm))
-            self.skipped_in_a_row = self.skipped_in_a_row + 1 if bad else 0
-            if not bad:
-                continue
-            self.run.record(event="skip_step", step=step, reason=f"loss {loss}, gradient norm {norm}")
-            logger.warning("step %d is left out: loss %s, gradient norm %s", step, loss, norm)
-            if self.skipped_in_a_row == MAX_SKIPPED_STEPS:
-                raise RunError(
-                    f"loss or gradient was not finite in {MAX_SKIPPED_STEPS} steps in a row, up to step {step}; the "
-                    f"newest checkpoint in {self.run.path}, if any, is from before; a lower learning_rate may help"
-                )
-        return figures[0][-1], figures[1][-1], rates[-1]
 
     def _record(self, **values: Any) -> None:
         self.run.record(

@@ -242,7 +242,7 @@ def test_a_step_that_is_not_finite_is_left_out(config, bad_steps):
 
 
 def test_a_run_that_stays_not_finite_stops_with_its_last_good_checkpoint(config, monkeypatch):
-    monkeypatch.setattr("hfgpt.trainer.MAX_SKIPPED_STEPS", 2)
+    monkeypatch.setattr("hfgpt.guard.MAX_SKIPPED_STEPS", 2)
 
     class Poison(TrainerCallback):
         def on_step_begin(self, args, state, control, model=None, **kwargs):
@@ -365,7 +365,7 @@ def test_epochs_give_the_length_of_a_run_in_memory(config):
 
 def test_losses_hold_no_graph(config):
     pretrainer = trained(config(logging_steps=100))
-    assert all(not tensor.requires_grad for *_, loss, norm in pretrainer.pending for tensor in (loss, norm))
+    assert all(not tensor.requires_grad for step in pretrainer.guard.pending for tensor in (step.loss, step.grad_norm))
 
 
 def test_unknown_trackers_are_refused(config):
