@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,10 +20,15 @@ import torch
 import xxhash
 from safetensors.torch import load_file, save_file
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from transformers import PreTrainedModel
 
-from hfgpt.errors import UserError
+from hfgpt.errors import RunError, UserError
 from hfgpt.run_folder import LATEST, RunFolder, write_json
 
 logger = logging.getLogger(__name__)
@@ -41,30 +48,101 @@ _WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
 def write_checkpoint(run: RunFolder, step: int, write: Callable[[Path], None], keep: int | None) -> Path:
-    """Let `write` fill a folder, then make it `checkpoint-<step>`, newest of the run; keep the `keep` newest."""
+    """Let `write` fill a folder, then make it `checkpoint-<step>`, newest of the run; keep `keep` of the run's.
+
+    Of these one is the best by evaluation loss, if there is room for it beside the newest. Raises OSError, and leaves
+    what was there as it was, where the folder cannot be written.
+    """
     final = run.checkpoint(step)
     aside = run.path / f".{final.name}.tmp"
-    shutil.rmtree(aside, ignore_errors=True)
-    (aside / STATE).mkdir(parents=True)
-    write(aside)
-    files = sorted(path for path in aside.rglob("*") if path.is_file())
-    for path in files:
-        path.chmod(aside.stat().st_mode & 0o666)  # safetensors makes files for their owner alone
-        _sync(path)
-    write_json(aside / MANIFEST, {"files": {path.relative_to(aside).as_posix(): _facts(path) for path in files}})
+    _remove(aside)
+    try:
+        (aside / STATE).mkdir(parents=True)
+        write(aside)
+        files = sorted(path for path in aside.rglob("*") if path.is_file())
+        for path in files:
+            path.chmod(aside.stat().st_mode & 0o666)  # safetensors makes files for their owner alone
+            _sync(path)
+        write_json(aside / MANIFEST, {"files": {path.relative_to(aside).as_posix(): _facts(path) for path in files}})
+        _sync(aside)
+    except BaseException:
+        _remove(aside)  # the room it takes is needed
+        raise
     if final.exists():  # a broken folder of this step: a whole one would have been resumed
-        shutil.rmtree(final)
+        _remove(final)
     os.rename(aside, final)
-    _sync(run.path)
     link, latest = run.path / f".{LATEST}.tmp", run.path / LATEST
     link.unlink(missing_ok=True)
     link.symlink_to(final.name)
     if latest.is_dir() and not latest.is_symlink():  # made by a copy that follows links
         run.abandon(latest)
     os.replace(link, latest)
-    for old in run.checkpoints()[keep:] if keep else []:
-        shutil.rmtree(old)
+    _sync(run.path)
+    if keep:
+        _rotate(run, final, keep)
     return final
+
+
+def _rotate(run: RunFolder, newest: Path, keep: int) -> None:
+    """Remove the oldest checkpoints of the run that wrote `newest`, but never the best one if `keep` is 2 or more."""
+    run_id = read_state(newest, "trainer_state")["run_id"]
+    losses = {}
+    for folder in run.checkpoints():
+        try:
+            state = read_state(folder, "trainer_state")
+            if state["run_id"] == run_id:
+                evaluated = state["evaluation"] and state["evaluation_step"] == state["step"]
+                losses[folder] = state["evaluation"]["eval_loss"] if evaluated else math.inf
+        except (OSError, ValueError, KeyError):
+            continue  # not ours to judge
+    best = min(losses, key=lambda folder: losses[folder])
+    ranked = sorted(losses, key=lambda folder: (folder != newest, folder != best))  # stable: the others newest first
+    for old in ranked[keep:]:
+        _remove(old)
+
+
+def _remove(folder: Path) -> None:
+    """Under another name first, so that a folder half removed is not taken for a checkpoint."""
+    if folder.exists():
+        going = folder.with_name(f".{folder.name.strip('.')}.removed")
+        shutil.rmtree(going, ignore_errors=True)
+        shutil.rmtree(folder.rename(going), ignore_errors=True)
+
+
+class Saver:
+    """Writes checkpoints in a thread beside training, one at a time; `start` waits for the one before."""
+
+    def __init__(self, run: RunFolder, keep: int | None, max_failures: int) -> None:
+        self.run, self.keep, self.max_failures = run, keep, max_failures
+        self.failures = 0
+        self._thread: threading.Thread | None = None
+        self._outcome: Path | Exception | None = None
+
+    def start(self, step: int, write: Callable[[Path], None]) -> None:
+        def work() -> None:
+            try:
+                self._outcome = write_checkpoint(self.run, step, write, self.keep)
+            except Exception as error:
+                self._outcome = error
+
+        assert self._thread is None, "the end of the checkpoint before was not noted"
+        self._thread = threading.Thread(target=work, name=f"checkpoint-{step}")
+        self._thread.start()
+
+    def ended(self, wait: bool = False) -> Path | Exception | None:
+        """What came of the checkpoint started last, told once: its folder, or why it could not be written.
+
+        None where there is none, or it is not done yet and `wait` is false. Raises RunError at the last failure in a
+        row that is allowed.
+        """
+        if self._thread is None or (self._thread.is_alive() and not wait):
+            return None
+        self._thread.join()
+        outcome, self._thread, self._outcome = self._outcome, None, None
+        self.failures = self.failures + 1 if isinstance(outcome, Exception) else 0
+        if self.failures >= self.max_failures:
+            raise RunError(f"checkpoints could not be written {self.failures} times in a row: {outcome}")
+        return outcome
 
 
 def fault(folder: Path) -> str | None:
@@ -128,13 +206,27 @@ def find_checkpoint(run: RunFolder, wanted: str) -> Path | None:
     return folder
 
 
-def save_training_state(
-    folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, trainer: dict[str, Any], data: dict[str, Any]
-) -> None:
-    """Optimizer tensors as `<state>.<parameter name>`, the rest as JSON, into `folder`/training_state."""
-    state: Any = get_optimizer_state_dict(model, optimizer, options=_WHOLE)["state"]
+def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, torch.Tensor]]:
+    """Copies of `weights` by parameter name and of `optimizer` state as `<state>.<parameter name>`, on the CPU.
+
+    To be called on all processes; the main one gets the tensors.
+    """
+    state: Any = get_optimizer_state_dict(model, optimizer, options=_WHOLE).get("state", {})
     tensors = {f"{key}.{name}": value for name, values in state.items() for key, value in values.items()}
-    save_file(tensors, folder / STATE / "optimizer.safetensors")
+    weights: Any = get_model_state_dict(model, options=_WHOLE)
+    weights.pop("lm_head.weight", None)  # tied to the embedding
+    return {"weights": _copied(weights), "optimizer": _copied(tensors)}
+
+
+def _copied(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: torch.empty_like(value, device="cpu").copy_(value) for name, value in tensors.items()}
+
+
+def save_training_state(
+    folder: Path, optimizer: dict[str, torch.Tensor], trainer: dict[str, Any], data: dict[str, Any]
+) -> None:
+    """Optimizer tensors of a `snapshot`, the rest as JSON, into `folder`/training_state."""
+    save_file(optimizer, folder / STATE / "optimizer.safetensors")
     write_json(folder / STATE / "trainer_state.json", trainer)
     write_json(folder / STATE / "data_state.json", data)
 

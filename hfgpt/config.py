@@ -100,6 +100,7 @@ class PretrainConfig:
     eval_tokens: int | None = _f(None, "target tokens of an evaluation; default: all held-out text", POSITIVE)
     save_steps: int = _f(1000, "steps between checkpoints, also after the last step; 0: only then", NOT_NEGATIVE)
     save_total_limit: int | None = _f(None, "checkpoints kept", POSITIVE)
+    max_failed_saves: int = _f(3, "checkpoints in a row that may fail, on a full disk say", POSITIVE)
     resume_from_checkpoint: str = _f("never", "checkpoint folder, latest (if there is one), or never")
     dataloader_num_workers: int = _f(1, "processes that read and tokenise streamed text ahead", NOT_NEGATIVE)
     report_to: str = _f("none", "trackers, comma-separated: tensorboard, wandb, trackio, mlflow")

@@ -36,7 +36,7 @@ def memory_estimate_bytes(config: GPT2Config, batch: Batch, precision: str, chec
 
 def check_memory(config: PretrainConfig, batch: Batch, precision: str, available_bytes: int | None) -> None:
     """Raise UserError for sizes far beyond the device; the smallest vocabulary stands for the one not yet known."""
-    model = GPT2Config(**{**model_fields(config.model), "vocab_size": 2})
+    model = GPT2Config(**{**model_fields(config.model), "vocab_size": 2, "bos_token_id": None, "eos_token_id": None})
     needed = memory_estimate_bytes(model, batch, precision, config.gradient_checkpointing)
     needed += 12 * batch.tokens_per_step // batch.processes  # the token blocks of a step
     if available_bytes and needed > 2 * available_bytes:

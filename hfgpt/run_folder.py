@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import re
@@ -11,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from hfgpt.errors import UserError
+
+logger = logging.getLogger(__name__)
 
 CHECKPOINT = re.compile(r"^checkpoint-(\d+)$")
 LATEST = "checkpoint-latest"
@@ -38,6 +41,7 @@ class RunFolder:
         self.run_json = self.path / "run.json"
         self.metrics = self.path / "metrics.jsonl"
         self.ledger = self.path / "ledger.jsonl"
+        self._unwritten: dict[Path, list[str]] = {self.metrics: [], self.ledger: []}
 
     def checkpoint(self, step: int) -> Path:
         return self.path / f"checkpoint-{step}"
@@ -66,10 +70,14 @@ class RunFolder:
             raise UserError(f"output_dir={self.path}: {fault}; name a folder that can be written")
 
     def start(self, facts: dict[str, Any]) -> None:
-        """Make the folder and write run.json."""
-        if self.writes:
+        """Make the folder and write run.json. Raises UserError where that cannot be."""
+        if not self.writes:
+            return
+        try:
             self.path.mkdir(parents=True, exist_ok=True)
             write_json(self.run_json, facts)
+        except OSError as error:
+            raise UserError(f"output_dir={self.path}: {error.strerror}; name a folder that can be written") from None
 
     def record(self, **values: Any) -> None:
         """One line of metrics.jsonl. Numbers that JSON does not have (NaN, infinity) become null."""
@@ -108,6 +116,18 @@ class RunFolder:
         folder.rename(folder.with_name(f"abandoned-{time.time_ns()}-{folder.name}"))
 
     def _append(self, path: Path, values: dict[str, Any]) -> None:
-        if self.writes:
-            with open(path, "a", encoding="utf-8") as file:
-                file.write(json.dumps(values, ensure_ascii=False) + "\n")
+        if not self.writes:
+            return
+        lines = self._unwritten[path]
+        lines.append(json.dumps(values, ensure_ascii=False) + "\n")
+        try:
+            with open(path, "ab", buffering=0) as file:
+                start = file.tell()
+                text = "".join(lines).encode()
+                if file.write(text) < len(text):
+                    file.truncate(start)  # no half line: what follows must stand on a line of its own
+                    return
+            lines.clear()
+        except OSError as error:  # a full disk, say: training need not end for that
+            if len(lines) == 1:
+                logger.warning("%s cannot be written (%s); its lines are kept until it can", path, error.strerror)

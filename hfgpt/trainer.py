@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import time
+import uuid
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -159,7 +161,9 @@ class Pretrainer:
             model.head_chunk_size = 1024
         self.schedule_steps = self.max_steps
         position, wall_seconds = None, 0.0
-        self.evaluation: dict[str, Any] = {}
+        self.evaluation: dict[str, Any] = {}  # the newest, of step `evaluation_step`
+        self.evaluation_step = 0
+        self.run_id = uuid.uuid4().hex
         if self.resumed_from:
             position, wall_seconds = self._restore(self.resumed_from)
         self.learning_rate = learning_rate_schedule(config, self.schedule_steps)
@@ -172,7 +176,7 @@ class Pretrainer:
             world=accelerator.num_processes,
             num_workers=config.dataloader_num_workers,
         )
-        self.position = position
+        self.position = position or self.data.train.start()
         self.plan = Plan(
             config=config,
             model=model.config,
@@ -196,6 +200,7 @@ class Pretrainer:
             self.args, [self.mfu_callback, PerplexityCallback(), *self.callbacks], model, tokenizer, self.optimizer
         )
         self.guard = StepGuard(self.run)
+        self.saver = checkpoint.Saver(self.run, config.save_total_limit, config.max_failed_saves)
         self.skipped_rows: Counter[str] = Counter(self.data.skipped)
         self.saved_step = self.state.global_step if self.resumed_from else None
 
@@ -233,6 +238,7 @@ class Pretrainer:
         if step == self.max_steps:
             self.control.should_log = self.control.should_save = True
             self.control.should_evaluate = config.eval_steps > 0
+        self.note_saved()
         self.control = self.handler.on_step_end(self.args, state, self.control)
         if self.control.should_log:
             self.log()
@@ -261,28 +267,39 @@ class Pretrainer:
         )
         self.control = self.handler.on_log(self.args, self.state, self.control, metrics)
         self.control = self.handler.on_evaluate(self.args, self.state, self.control, metrics)
-        self.evaluation = metrics
+        self.evaluation, self.evaluation_step = metrics, self.state.global_step
         self._record(**metrics)
         return metrics
 
-    def save(self) -> Path:
-        """A checkpoint of the model as it is: a Hub model folder that is also the point to resume from."""
+    def save(self) -> None:
+        """Start a checkpoint of the model as it is: a Hub model folder that is also the point to resume from.
+
+        The state is copied at once and written beside training.
+        """
         self.guard.read()
-        step = self.state.global_step
-        folder = self.run.checkpoint(step)
+        self.note_saved(wait=True)
+        step = self.saved_step = self.state.global_step
+        tensors = checkpoint.snapshot(self.raw_model, self.raw_optimizer)
         if self.accelerator.is_main_process:
-            keep = self.config.save_total_limit
-            checkpoint.write_checkpoint(self.run, step, self._fill, keep)
-            self._record(event="save", checkpoint=folder.name)
-        self.accelerator.wait_for_everyone()
-        self.saved_step = step
-        self.control = self.handler.on_save(self.args, self.state, self.control)
-        return folder
+            self.saver.start(step, partial(self._fill, tensors, self._trainer_state(), self.position))
+
+    def note_saved(self, wait: bool = False) -> None:
+        """Record a checkpoint that has been written since, or could not be."""
+        if (outcome := self.saver.ended(wait)) is None:
+            return
+        if isinstance(outcome, Path):
+            self._record(event="save", checkpoint=outcome.name)
+            self.control = self.handler.on_save(self.args, self.state, self.control)
+        else:
+            self._record(event="save_failed", reason=str(outcome))
+            logger.warning("a checkpoint could not be written (%s); training goes on to the next one", outcome)
 
     def finish(self, fault: str | None = None) -> dict[str, Any]:
         """Leave the run at its end, or where it had to stop, with everything recorded and saved."""
         if self.state.global_step not in (0, self.saved_step):
             self.save()
+        self.note_saved(wait=True)
+        self.accelerator.wait_for_everyone()
         self.control = self.handler.on_train_end(self.args, self.state, self.control)
         self._record(event="end", skipped_rows=dict(self.skipped_rows), fault=fault)
         if self.skipped_rows and self.accelerator.is_main_process:
@@ -327,7 +344,8 @@ class Pretrainer:
             self.accelerator.scaler.load_state_dict(trainer["gradient_scaler"])
         self.state.global_step = trainer["step"]
         self.state.num_input_tokens_seen = trainer["num_input_tokens_seen"]
-        self.evaluation = trainer["evaluation"] or {}
+        self.evaluation, self.evaluation_step = trainer["evaluation"] or {}, trainer["evaluation_step"]
+        self.run_id = trainer["run_id"]
         if self.max_steps < trainer["step"]:
             raise UserError(f"max_steps={self.max_steps}: {folder} is at step {trainer['step']}; state more steps")
         self.changed_settings = checkpoint.changed_settings(trainer["config"], self.config.to_dict())
@@ -342,31 +360,38 @@ class Pretrainer:
             )
         return data["position"], trainer["wall_seconds"]
 
-    def _fill(self, folder: Path) -> None:
-        config, state = self.config, self.state
-        self.raw_model.save_pretrained(folder)
-        save_tokenizer(self.data.tokenizer, folder)
+    def _trainer_state(self) -> dict[str, Any]:
         scaler = self.accelerator.scaler
-        trainer = {
-            "step": state.global_step,
-            "num_input_tokens_seen": state.num_input_tokens_seen,
+        return {
+            "run_id": self.run_id,
+            "step": self.state.global_step,
+            "num_input_tokens_seen": self.state.num_input_tokens_seen,
             "wall_seconds": self.mfu_callback.total_seconds,
             "schedule_steps": self.schedule_steps,
             "random_numbers": "seeded by (seed, step, process) at every step",
-            "config": config.to_dict(),
+            "config": self.config.to_dict(),
             "gradient_scaler": scaler.state_dict() if scaler is not None else None,
             "evaluation": self.evaluation or None,
+            "evaluation_step": self.evaluation_step,
         }
-        data = {"fingerprint": self.data.train.fingerprint, "position": self.position}
-        checkpoint.save_training_state(folder, self.raw_model, self.raw_optimizer, trainer, data)
-        hub = "dataset.commit" in self.data.train.fingerprint
+
+    def _fill(
+        self, tensors: dict[str, dict[str, Tensor]], trainer: dict[str, Any], position: dict[str, Any], folder: Path
+    ) -> None:
+        """Write a checkpoint's files from copies alone, as training goes on meanwhile."""
+        config, fingerprint = self.config, self.data.train.fingerprint
+        self.raw_model.save_pretrained(folder, state_dict=tensors["weights"])
+        save_tokenizer(self.data.tokenizer, folder)
+        data = {"fingerprint": fingerprint, "position": position}
+        checkpoint.save_training_state(folder, tensors["optimizer"], trainer, data)
+        hub = "dataset.commit" in fingerprint
         card = model_card(
             name=self.args.run_name,
             parameters=parameter_counts(self.raw_model.config).total,
             text=config.dataset if config.dataset == "embedded" or hub else Path(config.dataset).name,
-            tokens=state.num_input_tokens_seen,
+            tokens=trainer["num_input_tokens_seen"],
             dataset=config.dataset if hub else None,
-            evaluation=self.evaluation or None,
+            evaluation=trainer["evaluation"],
         )
         (folder / "README.md").write_text(card, encoding="utf-8")
 

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import shutil
+from functools import partial
 
 import pytest
 
@@ -14,10 +15,13 @@ from hfgpt.errors import UserError
 from hfgpt.run_folder import RunFolder
 
 
-def fill(folder):
+def fill(folder, run_id="this", eval_loss=None):
     for name in REQUIRED:
         (folder / name).write_bytes(b"w" * 1000)
     (folder / "model.safetensors").chmod(0o600)  # as safetensors makes it
+    evaluation = None if eval_loss is None else {"eval_loss": eval_loss}
+    state = {"run_id": run_id, "step": 1, "evaluation": evaluation, "evaluation_step": 1}
+    (folder / "training_state" / "trainer_state.json").write_text(json.dumps(state))
 
 
 def name_in_manifest(folder, name):
@@ -86,6 +90,15 @@ def test_only_the_newest_are_kept(run):
     write_checkpoint(run, 30, fill, keep=2)
     assert [path.name for path in run.checkpoints()] == ["checkpoint-30", "checkpoint-20"]
     assert fault(run.checkpoint(30)) is None
+
+
+def test_the_best_is_kept_beside_the_newest_and_another_run_is_left_alone(run):
+    write_checkpoint(run, 25, lambda folder: fill(folder, run_id="another"), keep=None)
+    for step, loss in ((30, 2.0), (40, 1.0), (50, 3.0), (60, None)):
+        write_checkpoint(run, step, partial(fill, eval_loss=loss), keep=2)
+    assert [path.name for path in run.checkpoints()] == ["checkpoint-60", "checkpoint-40", "checkpoint-25"]
+    write_checkpoint(run, 70, fill, keep=1)
+    assert [path.name for path in run.checkpoints()] == ["checkpoint-70", "checkpoint-25"]
 
 
 def test_an_existing_run_is_not_overwritten(run, tmp_path):
