@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -43,3 +44,21 @@ def document_folder(tmp_path) -> Path:
                 text = " ".join(f"document {n} says {n * k % 101}" for k in range(1 + n % 9))
                 file.write(json.dumps({"text": text, "id": n}) + "\n")
     return folder
+
+
+@pytest.fixture
+def start(tmp_path, document_folder):
+    """Starts a `running.Run` on the documents, waits for its third step, and ends it with the test."""
+    from running import Run
+
+    runs = []
+
+    def start(launcher, *flags, env=None) -> Run:
+        runs.append(Run(launcher, tmp_path / "run", "--dataset", str(document_folder), *flags, env=env))
+        runs[-1].wait_for_steps(3)
+        return runs[-1]
+
+    yield start
+    for run in runs:
+        if run.process.poll() is None:
+            os.killpg(run.process.pid, signal.SIGKILL)

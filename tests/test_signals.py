@@ -2,137 +2,85 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import psutil
 import pytest
+from running import ALONE, LAUNCH, TWO
 
 from hfgpt.signals import SAME_SIGNAL_SECONDS
 
-ROOT = Path(__file__).parent.parent
-LAUNCH = [
-    sys.executable,
-    "-m",
-    "accelerate.commands.launch",
-    "--config_file",
-    str(ROOT / "accelerate_configs/cpu.yaml"),
-]
-TWO = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 
-
-@pytest.fixture
-def start(tmp_path, document_folder):
-    """Starts a long run by `launcher` and waits for its third step; `records` reads its metrics."""
-    started = []
-
-    def start(launcher: list[str], *flags: str) -> subprocess.Popen:
-        command = [*launcher, str(ROOT / "recipes" / "quickstart.py"), "--output_dir", str(tmp_path / "run")]
-        command += ["--dataset", str(document_folder), "--streaming", "true", "--tokenizer", "bpe-300"]
-        command += [
-            "--model",
-            '{"n_layer": 1, "n_head": 1, "n_embd": 16, "n_positions": 32}',
-            "--sequence_length",
-            "32",
-        ]
-        command += ["--per_device_train_batch_size", "4", "--max_steps", "1000000", "--torch_compile", "false"]
-        command += ["--eval_steps", "0", "--logging_steps", "1", *flags]
-        env = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
-        process = subprocess.Popen(
-            command, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
-        )
-        started.append(process)
-        wait_for(lambda: sum("loss" in line for line in records(tmp_path)) >= 3, process)
-        return process
-
-    yield start
-    for process in started:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-
-
-def records(tmp_path) -> list[dict]:
-    path = tmp_path / "run" / "metrics.jsonl"
-    text = path.read_text() if path.exists() else ""
-    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
-
-
-def wait_for(condition, process=None, seconds=60) -> None:
-    until = time.monotonic() + seconds
-    while not condition():
-        assert process is None or process.poll() is None, process.communicate()
-        assert time.monotonic() < until, "nothing happened"
-        time.sleep(0.05)
-
-
-def recipes_of(process) -> list[psutil.Process]:
+def recipes_of(run) -> list[psutil.Process]:
     """What the launcher has started; the recipe's workers are one generation further."""
-    return [child for child in psutil.Process(process.pid).children() if "quickstart.py" in " ".join(child.cmdline())]
+    children = psutil.Process(run.process.pid).children()
+    return [child for child in children if "quickstart.py" in " ".join(child.cmdline())]
 
 
-def has_ended(process: psutil.Process) -> bool:
-    return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+def wait_for_end(process: psutil.Process) -> None:
+    psutil.wait_procs([process], timeout=60)
+    assert not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
 
 
-def check_stopped(tmp_path, name: str) -> int:
+def check_stopped(run, name: str) -> int:
     """The run ended by itself: recorded, and saved at its last step. Returns that step."""
-    last = records(tmp_path)[-1]
+    last = run.records()[-1]
     assert last["event"] == "end" and last["fault"] == name
-    assert (tmp_path / "run" / "checkpoint-latest").resolve().name == f"checkpoint-{last['step']}"
-    assert len((tmp_path / "run" / "ledger.jsonl").read_text().splitlines()) == last["step"]
+    assert (run.folder / "checkpoint-latest").resolve().name == f"checkpoint-{last['step']}"
+    assert len(run.ledger()) == last["step"]
     return last["step"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "code"), [("SIGTERM", 143), ("SIGINT", 130)])
-def test_one_signal_saves_and_says_how_to_go_on(start, tmp_path, name, code):
-    process = start([sys.executable])
-    process.send_signal(signal.Signals[name])
-    _, stderr = process.communicate(timeout=60)
-    assert process.returncode == code
-    step = check_stopped(tmp_path, name)
+def test_one_signal_saves_and_says_how_to_go_on(start, name, code):
+    run = start(ALONE)
+    run.process.send_signal(signal.Signals[name])
+    stderr = run.end()
+    assert run.process.returncode == code
+    step = check_stopped(run, name)
     assert stderr.strip().splitlines()[-1] == (
         f"error: {name} after step {step}; continue with --resume_from_checkpoint latest"
     )
-    again = start([sys.executable], "--resume_from_checkpoint", "latest", "--max_steps", str(step + 4))
-    assert again.wait(timeout=60) == 0 and records(tmp_path)[-1]["step"] == step + 4
+    again = start(ALONE, "--resume_from_checkpoint", "latest", "--max_steps", str(step + 4))
+    again.end()
+    assert again.process.returncode == 0 and again.records()[-1]["step"] == step + 4
 
 
 @pytest.mark.slow
-def test_a_signal_to_the_launcher_alone_ends_the_run_with_a_checkpoint(start, tmp_path):
-    process = start(LAUNCH)
-    [recipe] = recipes_of(process)
-    process.send_signal(signal.SIGTERM)
-    process.wait(timeout=60)
-    wait_for(lambda: has_ended(recipe))
-    check_stopped(tmp_path, "SIGTERM")
+def test_a_signal_to_the_launcher_alone_ends_the_run_with_a_checkpoint(start):
+    run = start(LAUNCH)
+    [recipe] = recipes_of(run)
+    run.process.send_signal(signal.SIGTERM)
+    run.end()
+    wait_for_end(recipe)
+    check_stopped(run, "SIGTERM")
 
 
 @pytest.mark.slow
-def test_ctrl_c_reaches_the_launcher_and_the_recipe_and_counts_once(start, tmp_path):
-    process = start(LAUNCH)
-    [recipe] = recipes_of(process)
-    os.killpg(process.pid, signal.SIGINT)
-    process.wait(timeout=60)
-    wait_for(lambda: has_ended(recipe))
-    check_stopped(tmp_path, "SIGINT")
+def test_ctrl_c_reaches_the_launcher_and_the_recipe_and_counts_once(start):
+    run = start(LAUNCH)
+    [recipe] = recipes_of(run)
+    os.killpg(run.process.pid, signal.SIGINT)
+    run.end()
+    wait_for_end(recipe)
+    check_stopped(run, "SIGINT")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("who", ["one process", "the launcher"])
-def test_two_processes_stop_at_one_step(start, tmp_path, who):
-    process = start(TWO)
+def test_two_processes_stop_at_one_step(start, who):
+    run = start(TWO)
     if who == "one process":
-        recipes_of(process)[1].send_signal(signal.SIGTERM)
+        recipes_of(run)[1].send_signal(signal.SIGTERM)
     else:
-        process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=60)
-    check_stopped(tmp_path, "SIGTERM")
+        run.process.send_signal(signal.SIGTERM)
+    run.end()
+    check_stopped(run, "SIGTERM")
 
 
 @pytest.mark.slow
