@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -86,6 +87,10 @@ def prepare_data(
     documents = list(_documents(source, source.units, skipped)) if in_memory else []
     if in_memory and not documents:
         raise UserError(f"dataset={dataset}: holds no usable document (passed over: {dict(skipped)})")
+    # A character tokenizer knows the held-out part, too; of an `eval_dataset` it knows nothing.
+    whole_text = partial(_documents, source, source.units, Counter())
+    if in_memory:
+        whole_text = partial(iter, documents)
     units = source.units
     if eval_dataset is not None:
         eval_source = _open_eval(eval_dataset, source, dataset, dataset_name, text_column)
@@ -108,7 +113,7 @@ def prepare_data(
     training_texts = (lambda: iter(kept)) if in_memory else (lambda: _documents(training, shuffled, Counter()))
     tokenizer_name = tokenizer if isinstance(tokenizer, str) else tokenizer.name_or_path or "given"
     if isinstance(tokenizer, str):
-        texts = (lambda: chain(training_texts(), validation)) if tokenizer == "char" else training_texts
+        texts = whole_text if tokenizer == "char" else training_texts
         tokenizer = load_tokenizer(tokenizer, texts, n_positions)
     encoder = Encoder(tokenizer)
     fingerprint = {f"dataset.{key}": value for key, value in source.fingerprint.items()}
@@ -117,6 +122,12 @@ def prepare_data(
     train: Stream
     if in_memory:
         run = _encode(encoder, kept)
+        if skipped["in_validation"] and len(run) <= sequence_length:
+            raise UserError(
+                f"dataset: {len(run):,} training tokens are left, fewer than one block of {sequence_length} plus one, "
+                f"because {skipped['in_validation']:,} documents also stand in the validation text; give another "
+                "eval_dataset or more text"
+            )
         fingerprint |= {"stream": "memory", "tokens": len(run), "tokens_hash": xxhash.xxh3_64_hexdigest(run.tobytes())}
         train = MemoryBlocks(run, **shape, fingerprint=fingerprint)
         how = f"in memory: {len(kept):,} documents, {len(run):,} tokens, {train.blocks_per_epoch:,} blocks an epoch"
@@ -125,14 +136,18 @@ def prepare_data(
         how = f"document stream: {len(source.units):,} units over {train.streams} streams"
     validation_run = _encode(encoder, validation)[: None if eval_tokens is None else eval_tokens + 1]
     if len(validation_run) < 2:
-        raise UserError("eval_dataset: the validation text has fewer than two tokens; give one with more text")
+        if eval_dataset is not None:
+            raise UserError("eval_dataset: has fewer than two tokens of text; give one with more text")
+        raise UserError(
+            f"dataset: the text to evaluate on ({origin}) has fewer than two tokens; give an eval_dataset or more text"
+        )
     return TextData(
         tokenizer=tokenizer,
         train=train,
         validation=validation_run,
         token_bytes=token_byte_lengths(tokenizer),
         description=[
-            f"text: {source.description}",
+            source.description,
             f"tokenizer: {tokenizer_name}, {len(tokenizer):,} entries",
             f"training: {how}",
             f"validation: {len(validation_run):,} tokens of {len(validation):,} documents, {origin}",

@@ -12,6 +12,7 @@ import functools
 import glob
 import gzip
 import json
+import logging
 import os
 import re
 import zlib
@@ -164,7 +165,12 @@ def _local_files(dataset: str) -> list[str] | None:
         return files
     if re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", dataset) and _kind(dataset) is None:
         return None
-    near = difflib.get_close_matches(path.name, [other.name for other in path.parent.glob("*")], n=1)
+    names = [other.name for other in path.parent.glob("*") if _kind(other.name) or other.is_dir()]
+    near = [
+        name
+        for name in difflib.get_close_matches(path.name, names)
+        if difflib.get_close_matches(path.stem, [Path(name).stem])  # an equal suffix alone is not close
+    ]
     hint = f"did you mean {Path(dataset).with_name(near[0])}?" if near else "check the path"
     raise UserError(f"dataset={dataset}: no such file or folder; {hint}")
 
@@ -190,7 +196,8 @@ def _hub_files(dataset: str, name: str | None, split: str, revision: str | None)
     from datasets import load_dataset_builder
 
     try:
-        splits = load_dataset_builder(dataset, name, revision=revision).config.data_files or {}
+        with quiet_hub():
+            splits = load_dataset_builder(dataset, name, revision=revision).config.data_files or {}
     except Exception as error:  # not found, no network, unknown configuration: each of its own type
         asked = {"dataset": dataset, "dataset_name": name, "dataset_revision": revision}
         given = ", ".join(f"{key}={value}" for key, value in asked.items() if value)
@@ -201,6 +208,20 @@ def _hub_files(dataset: str, name: str | None, split: str, revision: str | None)
     if not files:
         raise UserError(f"dataset={dataset}: no {KNOWN} file in split {split}, which has {splits[split][0]}")
     return files
+
+
+@contextlib.contextmanager
+def quiet_hub() -> Iterator[None]:
+    """Keep the Hub clients' log lines about each retry from the user, who is told the outcome in one line."""
+    loggers = [logging.getLogger(name) for name in ("huggingface_hub", "datasets")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 @contextlib.contextmanager

@@ -7,8 +7,12 @@ workers: each owns a contiguous range of the step's blocks, so putting the parts
 
 from __future__ import annotations
 
+import ctypes
 import math
+import multiprocessing
+import os
 import signal
+import sys
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +29,17 @@ from hfgpt.errors import UserError
 MAX_STREAMS = 96
 PARTS_PER_STREAM = 8
 CACHED_UNITS = 4
+# Fingerprint keys in the user's words, where they are not settings by their own name.
+SETTINGS = {
+    "dataset.dataset": "dataset",
+    "dataset.name": "dataset_name",
+    "dataset.split": "dataset_split",
+    "dataset.commit": "dataset_revision, as commit",
+    "dataset.text_column": "text_column",
+    "held_out": "eval_dataset or the rule to hold out",
+    "blocks_per_step": "tokens_per_step in blocks",
+    "stream": "streaming",
+}
 
 
 @dataclass
@@ -173,7 +188,9 @@ class DocumentStream:
                     found, skipped = True, Counter()
                 first_row = 0
             if not found:
-                raise self._too_few(f"stream {stream} found none ({dict(skipped)} passed over)")
+                raise self._too_few(
+                    f"stream {stream} found none ({dict(skipped)} passed over)", skipped["in_validation"]
+                )
             epoch, first_part, found = epoch + 1, 0, False
 
     def _epoch_parts(self, epoch: int) -> np.ndarray:
@@ -206,11 +223,12 @@ class DocumentStream:
         rows = self._cache[unit]
         return rows[len(rows) * part // parts : len(rows) * (part + 1) // parts]
 
-    def _too_few(self, found: str) -> UserError:
-        return UserError(
-            f"dataset: too few training documents for {self.streams} streams, each of which needs one: {found}; "
-            f"use a smaller tokens_per_step (now {self.blocks_per_step} blocks) or streaming=false"
-        )
+    def _too_few(self, found: str, in_validation: int = 0) -> UserError:
+        way_out = f"use a smaller tokens_per_step (now {self.blocks_per_step} blocks) or streaming=false"
+        if in_validation:
+            way_out = f"{in_validation} also stand in the validation text: give another eval_dataset or more text"
+        need = f"too few training documents for {self.streams} streams, each of which needs one"
+        return UserError(f"dataset: {need}: {found}; {way_out}")
 
 
 Stream = MemoryBlocks | DocumentStream
@@ -255,11 +273,22 @@ class _Share(torch.utils.data.IterableDataset[Any]):
             # Signals often reach the whole process group, and the main process alone decides what they mean.
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            _end_with_parent()
         first, last = (self.first + self.count * i // workers for i in (w, w + 1))
         try:
             yield from self.stream.steps(self.position, first, last)
         except UserError as error:
             yield error
+
+
+def _end_with_parent() -> None:
+    """Have this worker killed when its parent ends, however that ends and however long a step takes (on Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    parent = multiprocessing.parent_process()
+    forked = multiprocessing.get_start_method() != "forkserver"  # whose children have the server as parent
+    if parent and (os.getppid() != parent.pid if forked else not parent.is_alive()):
+        os._exit(1)  # it ended before
 
 
 def _from_workers(share: _Share, workers: int) -> Iterator[StepBatch]:
@@ -292,9 +321,9 @@ def merge_positions(positions: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def check_fingerprint(saved: dict[str, Any], current: dict[str, Any]) -> None:
-    """Raise `UserError` naming each key whose value is not the one that the position was saved with."""
+    """Raise `UserError` naming each setting whose value is not the one that the position was saved with."""
     changed = [
-        f"{key} was {saved.get(key)!r}, now {current.get(key)!r}"
+        f"{SETTINGS.get(key, key.replace('.', ' '))} ({saved.get(key)} then, {current.get(key)} now)"
         for key in dict.fromkeys([*saved, *current])
         if saved.get(key) != current.get(key)
     ]

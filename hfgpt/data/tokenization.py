@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import xxhash
 
+from hfgpt.data.sources import quiet_hub
 from hfgpt.errors import UserError
 
 if TYPE_CHECKING:
@@ -58,7 +59,8 @@ def load_tokenizer(name: str, texts: Callable[[], Iterable[str]], model_max_leng
     if "vocab.json" in files and not files & {"tokenizer.json", "tokenizer_config.json", "config.json"}:
         options["tokenizer_type"] = "gpt2"  # the bare pair of files says nothing about its class
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name, **options)
+        with quiet_hub():
+            tokenizer = AutoTokenizer.from_pretrained(name, **options)
         assert tokenizer.is_fast, "it has no tokenizer.json"
     except Exception as error:  # each broken or missing tokenizer fails in its own way
         reason = str(error).strip().split("\n")[0]

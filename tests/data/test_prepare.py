@@ -185,7 +185,9 @@ def test_fingerprint_does_not_depend_on_the_folder(tmp_path):
 
 
 def test_plan_tells_what_is_trained_on(tmp_path):
-    description = "\n".join(prepare(write(tmp_path / "a.jsonl", texts(100))).description)
+    lines = prepare(write(tmp_path / "a.jsonl", texts(100))).description
+    assert lines[0].startswith(str(tmp_path))  # the plan puts "text" in front of it
+    description = "\n".join(lines)
     for fact in ("a.jsonl: 1 file", "char, ", " entries", "in memory", "blocks an epoch", "held out"):
         assert fact in description
 
@@ -199,12 +201,38 @@ def test_plan_tells_what_is_trained_on(tmp_path):
         (texts(30), {"eval_dataset": "nowhere.txt"}, r"^eval_dataset=nowhere\.txt: no such file"),
         (texts(30), {"tokenizer": "bpe-1"}, "^tokenizer=bpe-1"),
         (texts(5), {"streaming": True}, "too few training documents"),
-        (["same"] * 30, {}, "0 training tokens"),
+        (["same"] * 30, {}, "0 training tokens .*27 documents also stand in the validation text; .*eval_dataset"),
     ],
 )
 def test_impossible_text_is_refused(tmp_path, documents, options, message):
     with pytest.raises(UserError, match=message):
         prepare(write(tmp_path / "a.jsonl", documents), **options)
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+def test_training_text_that_is_all_in_the_evaluation_text_is_named(tmp_path, streaming):
+    path = write(tmp_path / "a.jsonl", texts(30))
+    data = None
+    with pytest.raises(UserError, match=r"also stand in the validation text.* give another eval_dataset"):
+        data = prepare(path, eval_dataset=str(path), streaming=streaming)
+        next(iterate(data.train, None))
+    assert (data is not None) == streaming
+
+
+def test_too_short_evaluation_text_is_named_by_where_it_comes_from(tmp_path):
+    one = write(tmp_path / "one.txt", ["word " * 6])
+    with pytest.raises(UserError, match=r"^dataset: .*held out.* fewer than two tokens; give an eval_dataset"):
+        prepare(one, sequence_length=4, eval_tokens=0)
+    (tmp_path / "x.txt").write_text("x\n")
+    with pytest.raises(UserError, match=r"^eval_dataset: .*fewer than two tokens"):
+        prepare(write(tmp_path / "a.jsonl", [*texts(30), "x"]), eval_dataset=str(tmp_path / "x.txt"), eval_tokens=0)
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+def test_character_of_the_evaluation_text_alone_is_refused(tmp_path, streaming):
+    path, other = write(tmp_path / "a.jsonl", texts(50)), write(tmp_path / "b.jsonl", ["a naïve dog"])
+    with pytest.raises(UserError, match=r"'ï' \(U\+00EF\) is not in the character vocabulary"):
+        prepare(path, eval_dataset=str(other), streaming=streaming)
 
 
 HUB = """

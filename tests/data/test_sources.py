@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import logging
 import pickle
 from collections import Counter
 from pathlib import Path
@@ -151,6 +152,43 @@ def test_missing_file_offers_the_nearest_name(tmp_path):
         open_source(str(tmp_path / "corpsu.txt"))
     with pytest.raises(UserError, match=r"dataset=nowhere\.txt: no such file"):
         open_source("nowhere.txt")
+
+
+@pytest.mark.parametrize(("present", "asked"), [("corpus.bin", "corpsu.bin"), ("x.txt", "y.txt")])
+def test_missing_file_offers_no_file_that_is_no_help(tmp_path, present, asked):
+    (tmp_path / present).write_text("x")
+    with pytest.raises(UserError, match="no such file or folder; check the path"):
+        open_source(str(tmp_path / asked))
+
+
+def test_unreachable_hub_is_one_line(monkeypatch):
+    import datasets
+    from transformers import AutoTokenizer
+
+    from hfgpt.data.tokenization import load_tokenizer
+
+    class Lines(logging.Handler):
+        def emit(self, record):
+            lines.append(record.getMessage())
+
+    def unreachable(*_, **__):
+        client.warning("Retrying in 1s [Retry 1/5].")
+        raise ConnectionError("no way there")
+
+    lines, client, handler = [], logging.getLogger("huggingface_hub.utils._http"), Lines()
+    monkeypatch.setattr(datasets, "load_dataset_builder", unreachable)
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", unreachable)
+    client.addHandler(handler)
+    try:
+        with pytest.raises(UserError, match=r"dataset=user/corpus: .*no way there"):
+            open_source("user/corpus")
+        with pytest.raises(UserError, match=r"tokenizer=user/corpus: .*no way there"):
+            load_tokenizer("user/corpus", lambda: [], 8)
+        assert lines == []
+        client.warning("heard again")
+        assert lines == ["heard again"]
+    finally:
+        client.removeHandler(handler)
 
 
 def test_missing_column_lists_the_existing_ones(tmp_path):

@@ -10,6 +10,7 @@ import pickle
 import signal
 import subprocess
 import sys
+import time
 from collections import Counter
 from itertools import islice
 
@@ -354,12 +355,61 @@ def test_workers_leave_signals_to_the_main_process(tmp_path):
         assert np.array_equal(batch.blocks, blocks) and batch.position == position
 
 
+KILLED = """
+import os, sys, time
+from pathlib import Path
+from hfgpt.data.stream import iterate
+from test_stream import Encoder, document_stream
+
+def slow(self, texts):
+    Path(sys.argv[1], f"{os.getpid()}.worker").touch()
+    time.sleep(60)
+
+Encoder.encode = slow
+next(iterate(document_stream(Path(sys.argv[1], "text")), None, num_workers=2))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a process with its parent")
+def test_workers_end_with_a_killed_main_process(tmp_path):
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([os.path.dirname(__file__), *sys.path])}
+    main = subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path)], env=environment)
+    try:
+        assert wait_for(lambda: len(list(tmp_path.glob("*.worker"))) == 2, 60)
+    finally:
+        main.kill()
+        main.wait()
+    workers = [path.stem for path in tmp_path.glob("*.worker")]
+    assert wait_for(lambda: not any(running(worker) for worker in workers), 10), workers
+
+
+def running(process):
+    try:
+        with open(f"/proc/{process}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def wait_for(condition, seconds):
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.05)
+    return condition()
+
+
 def test_changed_settings_are_named(stream):
     check_fingerprint(json.loads(json.dumps(stream.fingerprint)), stream.fingerprint)
-    changed = {**stream.fingerprint, "seed": 2, "dataset.hash": "x"}
+    saved = {"seed": 1, "blocks_per_step": 64, "dataset.hash": "y", "dataset.name": None, "held_out": "last tenth"}
+    changed = {"seed": 2, "blocks_per_step": 32, "dataset.hash": "x", "dataset.name": "en", "held_out": "other"}
     with pytest.raises(UserError) as error:
-        check_fingerprint({**stream.fingerprint, "seed": 1, "dataset.hash": "y"}, changed)
-    assert "(seed was 1, now 2; dataset.hash was 'y', now 'x')" in str(error.value)
+        check_fingerprint({**stream.fingerprint, **saved}, {**stream.fingerprint, **changed})
+    for named in (
+        "(seed (1 then, 2 now); tokens_per_step in blocks (64 then, 32 now); dataset hash (y then, x now)",
+        "dataset_name (None then, en now); eval_dataset or the rule to hold out (last tenth then, other now)",
+    ):
+        assert named in str(error.value)
 
 
 def test_position_of_another_number_of_streams_is_refused(tmp_path):
