@@ -6,6 +6,7 @@ that any order over the units can be walked, left and resumed without reading wh
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import difflib
 import functools
@@ -15,6 +16,8 @@ import json
 import logging
 import os
 import re
+import sysconfig
+import warnings
 import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +25,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import xxhash
+from fsspec.core import url_to_fs  # type: ignore[import-untyped]
 
 from hfgpt.errors import UserError
 
@@ -32,7 +38,6 @@ TEXT_DOCUMENT_BYTES = 64 * 2**10
 SAMPLE_BYTES = 2**20
 EMBEDDED_DOCSTRING_CHARACTERS = 80
 KINDS = {".parquet": "parquet", ".jsonl": "lines", ".json": "lines", ".ndjson": "lines", ".txt": "text"}
-BOM = b"\xef\xbb\xbf"
 KNOWN = "parquet, jsonl[.gz], json[.gz] or txt[.gz]"
 
 
@@ -54,7 +59,7 @@ class Unit(NamedTuple):
     one_document: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Source:
     """Text as units of rows. `exclude`: `text_hash` of documents to pass over. Pickles; reading needs no state."""
 
@@ -71,32 +76,42 @@ class Source:
 
         Raises `UserError` naming the file if the file as a whole cannot be read.
         """
+        kind = _kind(unit.file)
         values: list[Any]
         if unit.file == "embedded":
             values = list(_embedded_documents())
-        elif _kind(unit.file) == "parquet":
-            values = _parquet_values(unit, self.text_column)
-        elif _kind(unit.file) == "lines":
-            values = [_json_value(line, self.text_column) for line in _read_lines(unit).split(b"\n") if line.strip()]
+        elif kind == "parquet":
+            with _opened(unit.file) as handle:
+                reader = pq.ParquetFile(handle, metadata=_footer(unit.file))
+                rows = reader.read_row_group(unit.start, columns=[self.text_column], use_threads=False)
+            values = rows[0].cast(pa.large_binary()).to_pylist()  # arrow does not check what a file calls text
+        elif kind == "lines":
+            values = [line for line in _read_lines(unit).split(b"\n") if line.strip()]
         else:
             values = _texts(unit)
-        return [self._document(value) for value in values[: unit.rows]]
+        return [self._document(value, is_json=kind == "lines") for value in values[: unit.rows]]
 
-    def _document(self, value: Any) -> str | Unusable:
-        """`value` (UTF-8 if bytes) if it is text that can be trained on, else why not."""
-        if isinstance(value, Unusable):
-            return value
+    def _document(self, value: Any, is_json: bool) -> str | Unusable:
+        """The document in a value or JSON line (UTF-8 if bytes), else why it cannot be trained on."""
         try:
-            value = value.decode() if isinstance(value, bytes) else value
-            if not isinstance(value, str):
-                return Unusable("null" if value is None else "not_text")
-            if not value or value.isspace():
-                return Unusable("whitespace" if value else "empty")
-            return Unusable("in_validation") if text_hash(value) in self.exclude else value
+            text = value.decode() if isinstance(value, bytes) else value
+            if is_json:
+                text = json.loads(text)[self.text_column]
+            if not isinstance(text, str):
+                return Unusable("null" if text is None else "not_text")
+            if not text or text.isspace():
+                return Unusable("whitespace" if text else "empty")
+            return Unusable("in_validation") if text_hash(text) in self.exclude else text
         except UnicodeDecodeError:
             return Unusable("invalid_utf8")
         except UnicodeEncodeError:
             return Unusable("lone_surrogate")
+        except KeyError:
+            return Unusable("no_text_column")
+        except TypeError:
+            return Unusable("not_an_object")
+        except (ValueError, RecursionError):
+            return Unusable("malformed")
 
 
 def text_hash(text: str) -> int:
@@ -120,32 +135,30 @@ def open_source(
     file's head or footer, and raises `UserError` for what cannot be found or read.
     """
     if dataset == "embedded":
-        data = "\0".join(_embedded_documents()).encode()
-        units = [Unit("embedded", rows=len(_embedded_documents()))]
+        documents = _embedded_documents()
+        data = "\0".join(documents).encode()
         fingerprint: dict[str, Any] = {"dataset": dataset, "hash": xxhash.xxh3_64_hexdigest(data)}
-        description = f"this Python's own documentation: {units[0].rows:,} documents, {len(data) / 1e6:.1f} MB"
-        return Source(units, "text", len(data), True, fingerprint, description)
-    files = _local_files(dataset)
-    is_local = files is not None
-    if files is not None:
-        fingerprint, label = {"files": len(files), "hash": _identity(files)}, dataset
+        description = f"this Python's own documentation: {len(documents):,} documents, {len(data) / 1e6:.1f} MB"
+        return Source([Unit(dataset, rows=len(documents))], "text", len(data), True, fingerprint, description)
+    files, label = _local_files(dataset), dataset
+    if is_local := files is not None:
+        fingerprint = {"files": len(files), "hash": _identity(files)}
     else:
         files = _hub_files(dataset, name, split, revision)
         commit = files[0].split("@", 1)[1].split("/", 1)[0]
         fingerprint = {"dataset": dataset, "name": name, "split": split, "commit": commit}
         label = f"{dataset} ({', '.join(filter(None, [name, split]))}) at commit {commit[:8]}"
     with ThreadPoolExecutor(16) as pool:
-        per_file = list(pool.map(lambda file: _file_units(file, text_column), files))
+        units, sizes = zip(*pool.map(lambda file: _file_units(file, text_column), files), strict=True)
     for file in [file for file in files if _kind(file) == "lines"][:1]:
         _check_lines(file, text_column)
-    size_bytes = sum(size for _, size in per_file)
     return Source(
-        units=[unit for units, _ in per_file for unit in units],
+        units=[unit for of_file in units for unit in of_file],
         text_column=text_column,
-        size_bytes=size_bytes,
+        size_bytes=sum(sizes),
         is_local=is_local,
-        fingerprint={**fingerprint, "bytes": size_bytes, "text_column": text_column},
-        description=f"{label}: {len(files):,} file{'' if len(files) == 1 else 's'}, {size_bytes / 1e6:,.1f} MB",
+        fingerprint={**fingerprint, "bytes": sum(sizes), "text_column": text_column},
+        description=f"{label}: {len(files):,} file{'' if len(files) == 1 else 's'}, {sum(sizes) / 1e6:,.1f} MB",
     )
 
 
@@ -159,18 +172,14 @@ def _local_files(dataset: str) -> list[str] | None:
     if path.exists() or glob.has_magic(dataset):
         pattern = os.path.join(glob.escape(str(path)), "**") if path.exists() else str(path)
         found = sorted(filter(os.path.isfile, [str(path), *glob.glob(pattern, recursive=True)]))
-        files = [file for file in found if _kind(file)]
-        if not files:
-            raise UserError(f"dataset={dataset}: no {KNOWN} file among {len(found)} found; convert the text to one")
-        return files
+        if files := list(filter(_kind, found)):
+            return files
+        raise UserError(f"dataset={dataset}: no {KNOWN} file among {len(found)} found; convert the text to one")
     if re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", dataset) and _kind(dataset) is None:
         return None
     names = [other.name for other in path.parent.glob("*") if _kind(other.name) or other.is_dir()]
-    near = [
-        name
-        for name in difflib.get_close_matches(path.name, names)
-        if difflib.get_close_matches(path.stem, [Path(name).stem])  # an equal suffix alone is not close
-    ]
+    near = difflib.get_close_matches(path.name, names)
+    near = [name for name in near if difflib.get_close_matches(path.stem, [Path(name).stem])]  # not the suffix alone
     hint = f"did you mean {Path(dataset).with_name(near[0])}?" if near else "check the path"
     raise UserError(f"dataset={dataset}: no such file or folder; {hint}")
 
@@ -204,32 +213,26 @@ def _hub_files(dataset: str, name: str | None, split: str, revision: str | None)
         raise UserError(f"{given}: no local file, and not usable from the Hub: {_first_line(error)}") from error
     if split not in splits:
         raise UserError(f"dataset_split={split}: {dataset} has no such split; it has {', '.join(map(str, splits))}")
-    files = [file for file in map(str, splits[split]) if _kind(file)]
-    if not files:
-        raise UserError(f"dataset={dataset}: no {KNOWN} file in split {split}, which has {splits[split][0]}")
-    return files
+    if files := list(filter(_kind, splits[split])):
+        return files
+    raise UserError(f"dataset={dataset}: no {KNOWN} file in split {split}, which has {splits[split][0]}")
 
 
 @contextlib.contextmanager
 def quiet_hub() -> Iterator[None]:
-    """Keep the Hub clients' log lines about each retry from the user, who is told the outcome in one line."""
-    loggers = [logging.getLogger(name) for name in ("huggingface_hub", "datasets")]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.CRITICAL)
+    """Keep the Hub client from logging each retry: the outcome is told in one line."""
+    logger = logging.getLogger("huggingface_hub")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
     try:
         yield
     finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
+        logger.setLevel(level)
 
 
 @contextlib.contextmanager
 def _opened(file: str, compression: str | None = "infer") -> Iterator[Any]:
     """The file, open to read and uncompressed; faults of the file itself become a `UserError` that names it."""
-    import pyarrow as pa
-    from fsspec.core import url_to_fs  # type: ignore[import-untyped]
-
     try:
         filesystem, path = url_to_fs(file)
         # A read is one request, and what `readline` asks for at a time is small.
@@ -252,8 +255,6 @@ def _file_units(file: str, text_column: str) -> tuple[list[Unit], int]:
     with _opened(file, compression=None) as handle:
         size = handle.seek(0, os.SEEK_END)
     if _kind(file) == "parquet":
-        import pyarrow as pa
-
         metadata = _footer(file)
         schema = metadata.schema.to_arrow_schema()
         if text_column not in schema.names:
@@ -273,8 +274,6 @@ def _file_units(file: str, text_column: str) -> tuple[list[Unit], int]:
 
 @functools.lru_cache(maxsize=32)  # an entry can take megabytes, so only those of the files being read
 def _footer(file: str) -> Any:
-    import pyarrow.parquet as pq
-
     with _opened(file) as handle:
         return pq.read_metadata(handle)
 
@@ -285,28 +284,16 @@ def _no_column(file: str, text_column: str, columns: list[str]) -> UserError:
 
 def _check_lines(file: str, text_column: str) -> None:
     """Refuse a text column that no object has among the first MiB of lines."""
-    with _opened(file) as handle:
-        lines = handle.read(SAMPLE_BYTES).removeprefix(BOM).split(b"\n")
     columns: dict[str, None] = {}
-    for line in lines:
+    for line in _read_lines(Unit(file, 0, SAMPLE_BYTES)).split(b"\n"):
         with contextlib.suppress(ValueError, RecursionError, AttributeError):
             columns |= dict.fromkeys(json.loads(line).keys())
     if columns and text_column not in columns:
         raise _no_column(file, text_column, list(columns))
 
 
-def _parquet_values(unit: Unit, text_column: str) -> list[bytes | None]:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    with _opened(unit.file) as handle:
-        reader = pq.ParquetFile(handle, metadata=_footer(unit.file))
-        column = reader.read_row_group(unit.start, columns=[text_column], use_threads=False)[text_column]
-    return column.cast(pa.large_binary()).to_pylist()  # arrow does not check what a file calls text
-
-
 def _read_lines(unit: Unit) -> bytes:
-    """The lines that begin in [start, stop) of the file."""
+    """The lines that begin in [start, stop) of the file, without a byte order mark."""
     start = max(unit.start - 1, 0)  # a line that begins at `start` follows a line end just before it
     with _opened(unit.file) as handle:
         handle.seek(start)
@@ -315,7 +302,7 @@ def _read_lines(unit: Unit) -> bytes:
             _, _, data = data.partition(b"\n")
         if data and not data.endswith(b"\n"):
             data += handle.readline()
-    return data.removeprefix(BOM)
+    return data.removeprefix(b"\xef\xbb\xbf")
 
 
 def _texts(unit: Unit) -> list[str]:
@@ -327,28 +314,12 @@ def _texts(unit: Unit) -> list[str]:
     return [text] if unit.one_document else re.findall(rf"(?s:.{{1,{TEXT_DOCUMENT_BYTES}}})[^\n]*\n?", text)
 
 
-def _json_value(line: bytes, text_column: str) -> Any:
-    try:
-        row = json.loads(line.decode())
-        return row.get(text_column, Unusable("no_text_column"))
-    except UnicodeDecodeError:
-        return Unusable("invalid_utf8")
-    except (ValueError, RecursionError):
-        return Unusable("malformed")
-    except AttributeError:
-        return Unusable("not_an_object")
-
-
 @functools.lru_cache(maxsize=1)
 def _embedded_documents() -> tuple[str, ...]:
     """The topics of `pydoc`, then each longer docstring of the standard library, once.
 
     The source files are parsed, not imported. The text differs between Python versions.
     """
-    import ast
-    import sysconfig
-    import warnings
-
     documents: list[str] = []
     with contextlib.suppress(ImportError):  # some distributions package it apart
         from pydoc_data.topics import topics
@@ -356,14 +327,11 @@ def _embedded_documents() -> tuple[str, ...]:
         documents += [topics[topic] for topic in sorted(topics)]
     root = Path(sysconfig.get_path("stdlib"))
     left_out = {"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3", "pydoc_data"}
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     for path in sorted(root.rglob("*.py")):
-        if left_out.intersection(path.relative_to(root).parts):
-            continue
-        with contextlib.suppress(SyntaxError, ValueError), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            for node in ast.walk(ast.parse(path.read_bytes())):
-                if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
-                    docstring = ast.get_docstring(node) or ""
-                    if len(docstring) >= EMBEDDED_DOCSTRING_CHARACTERS:
-                        documents.append(docstring)
-    return tuple(dict.fromkeys(documents))
+        if left_out.isdisjoint(path.relative_to(root).parts):
+            with contextlib.suppress(SyntaxError, ValueError), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                nodes = [node for node in ast.walk(ast.parse(path.read_bytes())) if isinstance(node, documented)]
+                documents += [ast.get_docstring(node) or "" for node in nodes]
+    return tuple(dict.fromkeys(text for text in documents if len(text) >= EMBEDDED_DOCSTRING_CHARACTERS))
