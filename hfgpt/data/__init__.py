@@ -10,21 +10,17 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain, islice
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import xxhash
+from transformers import PreTrainedTokenizerFast
 
 from hfgpt.data.sources import IN_MEMORY_BYTES, Source, Unit, Unusable, open_source, text_hash
+from hfgpt.data.stream import DocumentStream, MemoryBlocks, Stream, permutation
+from hfgpt.data.tokenization import Encoder, load_tokenizer, token_byte_lengths
 from hfgpt.errors import UserError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
-
-    from hfgpt.data.stream import Stream
-    from hfgpt.data.tokenization import Encoder
 
 CHARACTER_SCAN_BYTES = 256 * 2**20
 
@@ -71,9 +67,6 @@ def prepare_data(
     Training never sees a validation document, nor an exact copy of one. Raises `UserError` for text that is
     missing or unusable; writes nothing.
     """
-    from hfgpt.data.stream import DocumentStream, MemoryBlocks, permutation
-    from hfgpt.data.tokenization import Encoder, load_tokenizer, token_byte_lengths
-
     source = open_source(
         dataset, name=dataset_name, split=dataset_split, revision=dataset_revision, text_column=text_column
     )
@@ -87,11 +80,7 @@ def prepare_data(
     documents = list(_documents(source, source.units, skipped)) if in_memory else []
     if in_memory and not documents:
         raise UserError(f"dataset={dataset}: holds no usable document (passed over: {dict(skipped)})")
-    # A character tokenizer knows the held-out part, too; of an `eval_dataset` it knows nothing.
-    whole_text = partial(_documents, source, source.units, Counter())
-    if in_memory:
-        whole_text = partial(iter, documents)
-    units = source.units
+    units, kept = source.units, documents
     if eval_dataset is not None:
         eval_source = _open_eval(eval_dataset, source, dataset, dataset_name, text_column)
         # A document has a token at least, so that many documents are enough.
@@ -99,22 +88,25 @@ def prepare_data(
         validation = list(islice(_documents(eval_source, eval_source.units, Counter()), enough))
         rule, origin = f"eval_dataset {eval_source.fingerprint.get('hash', eval_dataset)}", eval_source.description
     elif in_memory:
-        documents, validation = _split(documents)
+        kept, validation = _split(documents)
         rule, origin = "last tenth", "held out: the last tenth of the text"
     else:
         units, validation, rule = _hold_out(source)
         origin = rule
     training = dataclasses.replace(source, units=units, exclude=frozenset(map(text_hash, validation)))
-    kept = [text for text in documents if text_hash(text) not in training.exclude]
-    skipped += Counter(in_validation=len(documents) - len(kept))
+    copies = len(kept)
+    kept = [text for text in kept if text_hash(text) not in training.exclude]
+    copies -= len(kept)
+    skipped += Counter(in_validation=copies)
 
-    # The units are shuffled, so that the first documents are a fair sample.
-    shuffled = [units[i] for i in permutation(len(units), seed)]
-    training_texts = (lambda: iter(kept)) if in_memory else (lambda: _documents(training, shuffled, Counter()))
+    if tokenizer == "char":  # knows the held-out part, too; of an `eval_dataset` nothing
+        texts = documents if in_memory else _documents(source, source.units, Counter())
+    else:  # learns from training text alone, whose units are shuffled so that the first are a fair sample
+        shuffled = [units[i] for i in permutation(len(units), seed)]
+        texts = kept if in_memory else _documents(training, shuffled, Counter())
     tokenizer_name = tokenizer if isinstance(tokenizer, str) else tokenizer.name_or_path or "given"
     if isinstance(tokenizer, str):
-        texts = whole_text if tokenizer == "char" else training_texts
-        tokenizer = load_tokenizer(tokenizer, texts, n_positions)
+        tokenizer = load_tokenizer(tokenizer, lambda: texts, n_positions)
     encoder = Encoder(tokenizer)
     fingerprint = {f"dataset.{key}": value for key, value in source.fingerprint.items()}
     shape = {"seed": seed, "sequence_length": sequence_length, "blocks_per_step": blocks_per_step}

@@ -8,6 +8,7 @@ workers: each owns a contiguous range of the step's blocks, so putting the parts
 from __future__ import annotations
 
 import ctypes
+import functools
 import math
 import multiprocessing
 import os
@@ -21,8 +22,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch.utils.data
+from numpy.lib.stride_tricks import sliding_window_view
 
-from hfgpt.data.sources import IN_MEMORY_BYTES, Source, Unusable
+from hfgpt.data.sources import IN_MEMORY_BYTES, Source, Unit, Unusable
 from hfgpt.data.tokenization import Encoder
 from hfgpt.errors import UserError
 
@@ -59,9 +61,8 @@ class StepBatch:
 class MemoryBlocks:
     """Blocks of one run of `tokens` in memory.
 
-    Each epoch shifts the block borders by a phase and permutes the blocks, both keyed by seed and epoch; the epochs
-    follow each other without a break. Position: `{"epoch": int, "block": int}`, the next block within the epoch's
-    order. Raises `UserError` for less than a block.
+    Each epoch shifts the block borders by a phase and permutes the blocks, both keyed by seed and epoch. Position:
+    `{"epoch": int, "block": int}`, the next block within the epoch's order. Raises `UserError` for less than a block.
     """
 
     tokens: np.ndarray
@@ -93,8 +94,8 @@ class MemoryBlocks:
                 epoch += 1
                 order = self._epoch_starts(epoch)
                 left = np.concatenate((left, order))
-            starts, left = left[first:last], left[self.blocks_per_step :]
-            blocks = _blocks(self.tokens, starts, self.sequence_length)
+            blocks = sliding_window_view(self.tokens, self.sequence_length + 1)[left[first:last]]
+            left = left[self.blocks_per_step :]
             yield StepBatch(blocks, {"epoch": epoch, "block": len(order) - len(left)})
 
     def _epoch_starts(self, epoch: int) -> np.ndarray:
@@ -117,12 +118,10 @@ class DocumentStream:
 
     The step is cut into V logical streams, V being the divisor of `blocks_per_step` up to 96 that has the most
     divisors itself, so that many world sizes fit it. Each epoch permutes the units (cut into parts where they are
-    few); stream i reads every V-th from the i-th on, and shuffles the rows of each. All of it is keyed by seed, epoch
-    and place, so nothing random is stored. A stream carries a document over from block to block, and moves to its
-    next epoch on its own. Raises `UserError` for fewer rows than streams.
-
-    Position: `{"streams": [[epoch, part, row, token], ...]}`, one cursor for each stream, which points at the first
-    token of its next block.
+    few); stream i reads every V-th from the i-th on, shuffles the rows of each, and moves to its next epoch on its
+    own. All of it is keyed by seed, epoch and place, so nothing random is stored. Position: `{"streams": [[epoch,
+    part, row, token], ...]}`, for each stream the first token of its next block. Raises `UserError` for fewer rows
+    than streams.
     """
 
     source: Source
@@ -134,7 +133,6 @@ class DocumentStream:
 
     def __post_init__(self) -> None:
         self.streams = self.divisible = _count_streams(self.blocks_per_step)
-        self._cache: dict[int, list[str | Unusable]] = {}  # the units read last, oldest first
         self._parts = self._cut_units()
 
     def start(self) -> dict[str, Any]:
@@ -149,8 +147,7 @@ class DocumentStream:
     def _packed(self, stream: int, cursor: list[int]) -> Iterator[StepBatch]:
         """One logical stream's documents end to end, as its blocks of each step."""
         documents, token = self.documents(stream, cursor), cursor[-1]
-        count = self.blocks_per_step // self.streams
-        advance = count * self.sequence_length
+        advance = self.blocks_per_step // self.streams * self.sequence_length
         pending = deque([next(documents)])
         held, skipped = len(pending[0].ids), pending[0].skipped
         while True:
@@ -159,7 +156,7 @@ class DocumentStream:
                 held += len(pending[-1].ids)
             rest = (document.ids[: advance + 1] for document in islice(pending, 1, None))
             run = np.concatenate([pending[0].ids[token : token + advance + 1], *rest])
-            blocks = _blocks(run, np.arange(count) * self.sequence_length, self.sequence_length)
+            blocks = sliding_window_view(run, self.sequence_length + 1)[: advance : self.sequence_length]
             token += advance
             while token >= len(pending[0].ids):
                 length = len(pending.popleft().ids)
@@ -176,7 +173,9 @@ class DocumentStream:
         while True:
             parts = self._epoch_parts(epoch)[stream :: self.streams].copy()
             for part in range(first_part, len(parts)):
-                rows = self._rows(*parts[part])
+                unit, k, n = parts[part]
+                rows = _read(self.source, self.source.units[unit])
+                rows = rows[len(rows) * k // n : len(rows) * (k + 1) // n]
                 order = permutation(len(rows), self.seed, epoch, 2, stream, part)
                 for row in range(first_row, len(rows)):
                     text = rows[order[row]]
@@ -188,9 +187,7 @@ class DocumentStream:
                     found, skipped = True, Counter()
                 first_row = 0
             if not found:
-                raise self._too_few(
-                    f"stream {stream} found none ({dict(skipped)} passed over)", skipped["in_validation"]
-                )
+                raise self._too_few(f"stream {stream} found none ({dict(skipped)} passed over)", skipped)
             epoch, first_part, found = epoch + 1, 0, False
 
     def _epoch_parts(self, epoch: int) -> np.ndarray:
@@ -206,27 +203,19 @@ class DocumentStream:
         """All rows (unit, part, parts), int64: at least 8 for each stream if there are that many rows."""
         wanted = math.ceil(PARTS_PER_STREAM * self.streams / max(len(self.source.units), 1))
         counts = []
-        for i, unit in enumerate(self.source.units):
+        for unit in self.source.units:
             rows = unit.rows
             if rows is None:  # a large source surely has enough of them
-                rows = len(self._rows(i)) if self.source.size_bytes <= IN_MEMORY_BYTES else wanted
+                rows = len(_read(self.source, unit)) if self.source.size_bytes <= IN_MEMORY_BYTES else wanted
             counts.append(min(rows, wanted))
         if sum(counts) < self.streams:
-            raise self._too_few(f"there are {sum(counts)}")
+            raise self._too_few(f"there are {sum(counts)}", Counter())
         return np.array([(i, part, count) for i, count in enumerate(counts) for part in range(count)], np.int64)
 
-    def _rows(self, unit: int, part: int = 0, parts: int = 1) -> list[str | Unusable]:
-        if unit not in self._cache:
-            if len(self._cache) == CACHED_UNITS:
-                del self._cache[next(iter(self._cache))]
-            self._cache[unit] = self.source.read(self.source.units[unit])
-        rows = self._cache[unit]
-        return rows[len(rows) * part // parts : len(rows) * (part + 1) // parts]
-
-    def _too_few(self, found: str, in_validation: int = 0) -> UserError:
+    def _too_few(self, found: str, skipped: Counter[str]) -> UserError:
         way_out = f"use a smaller tokens_per_step (now {self.blocks_per_step} blocks) or streaming=false"
-        if in_validation:
-            way_out = f"{in_validation} also stand in the validation text: give another eval_dataset or more text"
+        if copies := skipped["in_validation"]:
+            way_out = f"{copies} also stand in the validation text: give another eval_dataset or more text"
         need = f"too few training documents for {self.streams} streams, each of which needs one"
         return UserError(f"dataset: {need}: {found}; {way_out}")
 
@@ -234,17 +223,21 @@ class DocumentStream:
 Stream = MemoryBlocks | DocumentStream
 
 
+@functools.lru_cache(CACHED_UNITS)
+def _read(source: Source, unit: Unit) -> list[str | Unusable]:
+    return source.read(unit)
+
+
 def iterate(
     stream: Stream, position: dict[str, Any] | None, *, rank: int = 0, world: int = 1, num_workers: int = 0
 ) -> Iterator[StepBatch]:
     """This process's share of each step, endless, from `position` (of all processes; None: the start) on.
 
-    With workers the steps are made ahead of time in background processes; the position still is that of
-    the batch it comes with. Raises `UserError` if the step cannot be cut over `world` processes, and for
-    faults of the text that workers meet.
+    With workers the steps are made ahead of time in background processes. Raises `UserError` if the step cannot be
+    cut over `world` processes, and for faults of the text that workers meet.
     """
     if stream.divisible % world:
-        fitting = ", ".join(str(n) for n in _divisors(stream.divisible))
+        fitting = ", ".join(map(str, _divisors(stream.divisible)))
         raise UserError(
             f"tokens_per_step: {stream.blocks_per_step} blocks of sequence_length={stream.sequence_length} "
             f"cannot be cut over {world} processes; numbers of processes that fit: {fitting}"
@@ -274,9 +267,9 @@ class _Share(torch.utils.data.IterableDataset[Any]):
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             _end_with_parent()
-        first, last = (self.first + self.count * i // workers for i in (w, w + 1))
+        borders = (self.first + self.count * i // workers for i in (w, w + 1))
         try:
-            yield from self.stream.steps(self.position, first, last)
+            yield from self.stream.steps(self.position, *borders)
         except UserError as error:
             yield error
 
@@ -352,10 +345,6 @@ def _hashes(values: np.ndarray, *keys: int) -> np.ndarray:
     bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return bits ^ (bits >> np.uint64(31))
-
-
-def _blocks(tokens: np.ndarray, starts: np.ndarray, length: int) -> np.ndarray:
-    return tokens[starts[:, None] + np.arange(length + 1)]
 
 
 def _divisors(number: int) -> list[int]:

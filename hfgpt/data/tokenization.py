@@ -7,16 +7,15 @@ import os
 from collections.abc import Callable, Iterable
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import xxhash
+from tokenizers import ByteLevelBPETokenizer, Tokenizer, decoders, models
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from hfgpt.data.sources import quiet_hub
 from hfgpt.errors import UserError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
 
 # Parallel encoding in this process would make every later fork warn, and could hang the child.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -33,9 +32,6 @@ def load_tokenizer(name: str, texts: Callable[[], Iterable[str]], model_max_leng
     `<|endoftext|>` as bos, eos and pad. Anything else is a folder or a Hub name for `AutoTokenizer`.
     Raises `UserError` for a name that is none of these.
     """
-    from tokenizers import ByteLevelBPETokenizer, Tokenizer, decoders, models
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
     options: dict[str, Any] = {"model_max_length": model_max_length, "clean_up_tokenization_spaces": False}
     if name == "char":
         # The newline ends each document (see Encoder), so it has an id even where no text holds one.
@@ -98,32 +94,26 @@ def _specification(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
     return json.loads(tokenizer.backend_tokenizer.to_str())
 
 
-def _character_vocabulary(tokenizer: PreTrainedTokenizerFast) -> dict[str, int] | None:
+def _characters(specification: dict[str, Any]) -> dict[str, int] | None:
     """The id of each character, or None if the tokenizer is not one of single characters."""
-    specification = _specification(tokenizer)
-    model = specification["model"]
-    if model["type"] != "BPE" or model["merges"] or specification["pre_tokenizer"] is not None:
-        return None
-    return model["vocab"] if all(len(token) == 1 for token in model["vocab"]) else None
+    vocabulary, whole = specification["model"].get("vocab"), specification["pre_tokenizer"] is None
+    return vocabulary if whole and isinstance(vocabulary, dict) and set(map(len, vocabulary)) == {1} else None
 
 
 class Encoder:
     """Turns documents into ids, the separator in front of each; special tokens inside text stay text.
 
-    `separator_id` is the tokenizer's end-of-text id, or None (character level): then a document that does
-    not end in a newline gets one, so that documents do not run together. `fingerprint` names the
-    vocabulary and rules. Pickles, and encodes in threads and in forked processes.
+    `separator_id` is the tokenizer's end-of-text id, or None (character level): then a document that does not end
+    in a newline gets one. `fingerprint` names vocabulary and rules. Pickles, and encodes in threads and forks.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
-        from tokenizers import Tokenizer
-
         specification = _specification(tokenizer)
         rules = {key: specification[key] for key in ("added_tokens", "normalizer", "pre_tokenizer", "model")}
         self.fingerprint = xxhash.xxh3_64_hexdigest(json.dumps(rules, sort_keys=True).encode())
         self.separator_id: int | None = tokenizer.eos_token_id
         self._tokenizer = tokenizer
-        self._characters = _character_vocabulary(tokenizer)
+        self._characters = _characters(specification)
         # A copy of our own, because transformers resets the flag on its own.
         self._backend = Tokenizer.from_str(json.dumps({**specification, "truncation": None, "padding": None}))
         self._backend.encode_special_tokens = True
@@ -152,7 +142,7 @@ class Encoder:
 
 def unknown_characters(tokenizer: PreTrainedTokenizerFast, text: str) -> list[str]:
     """Characters of `text` that a character tokenizer has no id for, sorted; empty for other tokenizers."""
-    vocabulary = _character_vocabulary(tokenizer)
+    vocabulary = _characters(_specification(tokenizer))
     return [] if vocabulary is None else sorted(set(text) - vocabulary.keys())
 
 
@@ -161,8 +151,9 @@ def token_byte_lengths(tokenizer: PreTrainedTokenizerFast) -> np.ndarray | None:
 
     Known for byte-level BPE, where each character of a token stands for one byte, and for character tokenizers.
     """
-    byte_level = (_specification(tokenizer)["decoder"] or {}).get("type") == "ByteLevel"
-    if not byte_level and _character_vocabulary(tokenizer) is None:
+    specification = _specification(tokenizer)
+    byte_level = (specification["decoder"] or {}).get("type") == "ByteLevel"
+    if not byte_level and _characters(specification) is None:
         return None
     vocabulary: dict[str, int] = tokenizer.get_vocab()
     lengths = np.zeros(max(vocabulary.values()) + 1, np.int32)
