@@ -27,11 +27,9 @@ CHARACTER_SCAN_BYTES = 256 * 2**20
 
 @dataclass
 class TextData:
-    """Text ready to train on.
-
-    `validation`: one run of int32 tokens, to be scored at stride `sequence_length`. `token_bytes`: UTF-8 bytes of
-    each id, int32 [vocabulary], or None where unknown. `description`: lines for the plan. `skipped`: rows passed
-    over so far, by reason; a document stream counts its own with each step.
+    """Text ready to train on. `validation`: one run of int32 tokens. `token_bytes`: UTF-8 bytes of each id, int32
+    [vocabulary], or None where unknown. `description`: lines for the plan. `skipped`: rows passed over so far, by
+    reason; a document stream counts its own with each step.
     """
 
     tokenizer: PreTrainedTokenizerFast
@@ -62,20 +60,15 @@ def prepare_data(
 
     `streaming`: True for a document stream, False for blocks in memory, "auto" for memory up to 16 MiB of local or
     embedded text. `eval_dataset`: local files, or another split of the same Hub dataset; without it, part of the
-    text is held out: of text in memory the last documents that make up a tenth (of a single document its last
-    tenth), of a document stream the last unit, or the last tenth of its rows if there are fewer than 10 units.
-    Training never sees a validation document, nor an exact copy of one. Raises `UserError` for text that is
-    missing or unusable; writes nothing.
+    text is held out (see `_split` and `_hold_out`). Training never sees a validation document, nor an exact copy of
+    one. Raises `UserError` for text that is missing or unusable; writes nothing.
     """
     source = open_source(
         dataset, name=dataset_name, split=dataset_split, revision=dataset_revision, text_column=text_column
     )
     in_memory = source.is_local and source.size_bytes <= IN_MEMORY_BYTES if streaming == "auto" else not streaming
     if tokenizer == "char" and source.size_bytes > CHARACTER_SCAN_BYTES:
-        raise UserError(
-            f"tokenizer=char: needs a pass over all of the text to know its characters, too slow for "
-            f"{source.size_bytes / 1e6:,.0f} MB; use bpe-4096 or a ready tokenizer"
-        )
+        raise UserError("tokenizer=char: has to see all of the text, which is too large for that; use bpe-4096")
     skipped: Counter[str] = Counter()
     documents = list(_documents(source, source.units, skipped)) if in_memory else []
     if in_memory and not documents:
@@ -116,9 +109,8 @@ def prepare_data(
         run = _encode(encoder, kept)
         if skipped["in_validation"] and len(run) <= sequence_length:
             raise UserError(
-                f"dataset: {len(run):,} training tokens are left, fewer than one block of {sequence_length} plus one, "
-                f"because {skipped['in_validation']:,} documents also stand in the validation text; give another "
-                "eval_dataset or more text"
+                f"dataset: {len(run):,} training tokens are left, fewer than one block: {skipped['in_validation']:,} "
+                "documents also stand in the validation text; give another eval_dataset or more text"
             )
         fingerprint |= {"stream": "memory", "tokens": len(run), "tokens_hash": xxhash.xxh3_64_hexdigest(run.tobytes())}
         train = MemoryBlocks(run, **shape, fingerprint=fingerprint)
@@ -128,11 +120,10 @@ def prepare_data(
         how = f"document stream: {len(source.units):,} units over {train.streams} streams"
     validation_run = _encode(encoder, validation)[: None if eval_tokens is None else eval_tokens + 1]
     if len(validation_run) < 2:
-        if eval_dataset is not None:
-            raise UserError("eval_dataset: has fewer than two tokens of text; give one with more text")
-        raise UserError(
-            f"dataset: the text to evaluate on ({origin}) has fewer than two tokens; give an eval_dataset or more text"
+        key, more = (
+            ("dataset", "an eval_dataset or more text") if eval_dataset is None else ("eval_dataset", "more text")
         )
+        raise UserError(f"{key}: the validation text ({origin}) has fewer than two tokens; give {more}")
     return TextData(
         tokenizer=tokenizer,
         train=train,
@@ -177,9 +168,8 @@ def _split(documents: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _hold_out(source: Source) -> tuple[list[Unit], list[str], str]:
-    """Units to train on, validation documents, and the rule in words.
-
-    Held out is the last unit with a document, or the last tenth of its rows if there are fewer than 10 units.
+    """Units to train on, validation documents (the last unit that has one, or the last tenth of its rows if there are
+    fewer than 10 units), and the rule in words.
     """
     for i, unit in reversed(list(enumerate(source.units))):
         rows = source.read(unit)

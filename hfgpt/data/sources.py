@@ -38,6 +38,12 @@ TEXT_DOCUMENT_BYTES = 64 * 2**10
 SAMPLE_BYTES = 2**20
 EMBEDDED_DOCSTRING_CHARACTERS = 80
 KINDS = {".parquet": "parquet", ".jsonl": "lines", ".json": "lines", ".ndjson": "lines", ".txt": "text"}
+FAULTS: dict[type[Exception], str] = {
+    UnicodeDecodeError: "invalid_utf8",
+    UnicodeEncodeError: "lone_surrogate",
+    KeyError: "no_text_column",
+    TypeError: "not_an_object",
+}
 KNOWN = "parquet, jsonl[.gz], json[.gz] or txt[.gz]"
 
 
@@ -72,10 +78,7 @@ class Source:
     exclude: frozenset[int] = frozenset()
 
     def read(self, unit: Unit) -> list[str | Unusable]:
-        """All rows of `unit` in file order: documents, and what stands where a document is missing.
-
-        Raises `UserError` naming the file if the file as a whole cannot be read.
-        """
+        """All rows of `unit` in file order. Raises `UserError` if the file as a whole cannot be read."""
         kind = _kind(unit.file)
         values: list[Any]
         if unit.file == "embedded":
@@ -88,7 +91,13 @@ class Source:
         elif kind == "lines":
             values = [line for line in _read_lines(unit).split(b"\n") if line.strip()]
         else:
-            values = _texts(unit)
+            try:
+                text = _read_lines(unit).decode().replace("\r\n", "\n")
+            except UnicodeDecodeError as error:
+                problem = f"{unit.file} is not UTF-8 text ({error})"
+                raise UserError(f"dataset: {problem}; convert it, say with iconv") from error
+            about_64_kib = rf"(?s:.{{1,{TEXT_DOCUMENT_BYTES}}})[^\n]*\n?"  # up to a line end
+            values = [text] if unit.one_document else re.findall(about_64_kib, text)
         return [self._document(value, is_json=kind == "lines") for value in values[: unit.rows]]
 
     def _document(self, value: Any, is_json: bool) -> str | Unusable:
@@ -102,16 +111,8 @@ class Source:
             if not text or text.isspace():
                 return Unusable("whitespace" if text else "empty")
             return Unusable("in_validation") if text_hash(text) in self.exclude else text
-        except UnicodeDecodeError:
-            return Unusable("invalid_utf8")
-        except UnicodeEncodeError:
-            return Unusable("lone_surrogate")
-        except KeyError:
-            return Unusable("no_text_column")
-        except TypeError:
-            return Unusable("not_an_object")
-        except (ValueError, RecursionError):
-            return Unusable("malformed")
+        except (KeyError, TypeError, ValueError, RecursionError) as error:
+            return Unusable(FAULTS.get(type(error), "malformed"))
 
 
 def text_hash(text: str) -> int:
@@ -120,19 +121,13 @@ def text_hash(text: str) -> int:
 
 
 def open_source(
-    dataset: str,
-    *,
-    name: str | None = None,
-    split: str = "train",
-    revision: str | None = None,
-    text_column: str = "text",
+    dataset: str, name: str | None = None, split: str = "train", revision: str | None = None, text_column: str = "text"
 ) -> Source:
     """The text called `dataset`: `"embedded"`, a local file, folder (all below it) or glob, or a Hub dataset.
 
-    Files are parquet, jsonl (one JSON object per line) or txt, the last two also as .gz. A txt file of up to
-    16 MiB is one document, a larger one is cut at line ends into documents of about 64 KiB. `name`, `split`
-    and `revision` choose within a Hub dataset, which is pinned to the commit they resolve to. Looks at each
-    file's head or footer, and raises `UserError` for what cannot be found or read.
+    A txt file of up to 16 MiB is one document, a larger one is cut at line ends into documents of about 64 KiB.
+    `name`, `split` and `revision` choose within a Hub dataset, which is pinned to the commit they resolve to. Looks
+    at each file's head or footer, and raises `UserError` for what cannot be found or read.
     """
     if dataset == "embedded":
         documents = _embedded_documents()
@@ -305,21 +300,9 @@ def _read_lines(unit: Unit) -> bytes:
     return data.removeprefix(b"\xef\xbb\xbf")
 
 
-def _texts(unit: Unit) -> list[str]:
-    """One document, or documents of about 64 KiB that end at line ends."""
-    try:
-        text = _read_lines(unit).decode().replace("\r\n", "\n")
-    except UnicodeDecodeError as error:
-        raise UserError(f"dataset: {unit.file} is not UTF-8 text ({error}); convert it, say with iconv") from error
-    return [text] if unit.one_document else re.findall(rf"(?s:.{{1,{TEXT_DOCUMENT_BYTES}}})[^\n]*\n?", text)
-
-
 @functools.lru_cache(maxsize=1)
 def _embedded_documents() -> tuple[str, ...]:
-    """The topics of `pydoc`, then each longer docstring of the standard library, once.
-
-    The source files are parsed, not imported. The text differs between Python versions.
-    """
+    """The topics of `pydoc`, then each longer docstring of the standard library, parsed from its files, once."""
     documents: list[str] = []
     with contextlib.suppress(ImportError):  # some distributions package it apart
         from pydoc_data.topics import topics

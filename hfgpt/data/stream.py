@@ -46,15 +46,14 @@ SETTINGS = {
 
 @dataclass
 class StepBatch:
-    """One step's blocks for one process.
+    """One step's blocks for one process, int32 [blocks_per_step / world, sequence_length + 1].
 
-    `blocks`: int32 [blocks_per_step / world, sequence_length + 1]. `position`: this process's share of the
-    position after the step, see `merge_positions`. `skipped`: rows passed over for this step, by reason.
+    `position`: its share of the position after the step, see `merge_positions`. `skipped`: rows passed over, by reason.
     """
 
     blocks: np.ndarray
     position: dict[str, Any]
-    skipped: dict[str, int] = field(default_factory=dict)
+    skipped: Counter[str] = field(default_factory=Counter)
 
 
 @dataclass(eq=False)
@@ -77,12 +76,9 @@ class MemoryBlocks:
                 f"dataset: {len(self.tokens):,} training tokens are fewer than one block, which takes "
                 f"sequence_length={self.sequence_length} plus one; use a shorter sequence_length or more text"
             )
-        self.divisible = self.blocks_per_step
+        self.divisible, self.start = self.blocks_per_step, {"epoch": 0, "block": 0}
         self._phases = min(self.sequence_length, len(self.tokens) - self.sequence_length)
         self.blocks_per_epoch = (len(self.tokens) - self._phases) // self.sequence_length
-
-    def start(self) -> dict[str, Any]:
-        return {"epoch": 0, "block": 0}
 
     def steps(self, position: dict[str, Any], first: int, last: int) -> Iterator[StepBatch]:
         """Blocks `first` to `last` of each step from `position` on."""
@@ -133,10 +129,8 @@ class DocumentStream:
 
     def __post_init__(self) -> None:
         self.streams = self.divisible = _count_streams(self.blocks_per_step)
+        self.start = {"streams": [[0, 0, 0, 0]] * self.streams}
         self._parts = self._cut_units()
-
-    def start(self) -> dict[str, Any]:
-        return {"streams": [[0, 0, 0, 0] for _ in range(self.streams)]}
 
     def steps(self, position: dict[str, Any], first: int, last: int) -> Iterator[StepBatch]:
         """Blocks of the streams `first` to `last` of each step from `position` on, stream after stream."""
@@ -163,7 +157,7 @@ class DocumentStream:
                 token, held = token - length, held - length
                 # Counted when the cursor passes them, so that a resume counts none twice.
                 skipped = skipped + pending[0].skipped
-            yield StepBatch(blocks, {"streams": [[*pending[0].place, token]]}, dict(skipped))
+            yield StepBatch(blocks, {"streams": [[*pending[0].place, token]]}, skipped)
             skipped = Counter()
 
     def documents(self, stream: int, cursor: list[int]) -> Iterator[_Document]:
@@ -191,9 +185,8 @@ class DocumentStream:
             epoch, first_part, found = epoch + 1, 0, False
 
     def _epoch_parts(self, epoch: int) -> np.ndarray:
-        """All rows (unit, part, parts) in the epoch's order: units shuffled, the parts of one side by side.
-
-        So neighbouring streams, which share a process, read the same unit at about the same time.
+        """All rows (unit, part, parts) in the epoch's order: units shuffled, the parts of one side by side, so that
+        neighbouring streams, which share a process, read the same unit at about the same time.
         """
         by_unit = _hashes(self._parts[:, 0], self.seed, epoch, 3)
         by_part = _hashes(np.arange(len(self._parts)), self.seed, epoch, 4)
@@ -244,7 +237,7 @@ def iterate(
         )
     share = stream.divisible // world
     workers = 0 if isinstance(stream, MemoryBlocks) else min(num_workers, share)
-    return _from_workers(_Share(stream, position or stream.start(), rank * share, share), workers)
+    return _from_workers(_Share(stream, position or stream.start, rank * share, share), workers)
 
 
 @dataclass(eq=False)
@@ -278,9 +271,8 @@ def _end_with_parent() -> None:
     """Have this worker killed when its parent ends, however that ends and however long a step takes (on Linux)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    parent = multiprocessing.parent_process()
-    forked = multiprocessing.get_start_method() != "forkserver"  # whose children have the server as parent
-    if parent and (os.getppid() != parent.pid if forked else not parent.is_alive()):
+    parent, forkserver = multiprocessing.parent_process(), multiprocessing.get_start_method() == "forkserver"
+    if parent and (not parent.is_alive() if forkserver else os.getppid() != parent.pid):
         os._exit(1)  # it ended before
 
 
@@ -300,9 +292,9 @@ def _from_workers(share: _Share, workers: int) -> Iterator[StepBatch]:
 
 def side_by_side(parts: Sequence[StepBatch]) -> StepBatch:
     """The parts of one step, in rank or worker order, as one; its position loads on any world size."""
-    skipped = sum((Counter(part.skipped) for part in parts), Counter[str]())
     position = merge_positions([part.position for part in parts])
-    return StepBatch(np.concatenate([part.blocks for part in parts]), position, dict(skipped))
+    skipped = sum((part.skipped for part in parts), Counter[str]())
+    return StepBatch(np.concatenate([part.blocks for part in parts]), position, skipped)
 
 
 def merge_positions(positions: list[dict[str, Any]]) -> dict[str, Any]:
@@ -315,15 +307,15 @@ def merge_positions(positions: list[dict[str, Any]]) -> dict[str, Any]:
 
 def check_fingerprint(saved: dict[str, Any], current: dict[str, Any]) -> None:
     """Raise `UserError` naming each setting whose value is not the one that the position was saved with."""
-    changed = [
-        f"{SETTINGS.get(key, key.replace('.', ' '))} ({saved.get(key)} then, {current.get(key)} now)"
-        for key in dict.fromkeys([*saved, *current])
-        if saved.get(key) != current.get(key)
-    ]
+    changed = ""
+    for key in dict.fromkeys([*saved, *current]):
+        then, now = saved.get(key), current.get(key)
+        if then != now:
+            changed += f"{SETTINGS.get(key, key.replace('.', ' '))} ({then} then, {now} now); "
     if changed:
         raise UserError(
-            f"resume_from_checkpoint: the text is not the one this run was trained on ({'; '.join(changed)}); "
-            "restore these values, or start a new run in another output_dir"
+            f"resume_from_checkpoint: this run was trained on other text: {changed}restore these values, or start a "
+            "new run in another output_dir"
         )
 
 

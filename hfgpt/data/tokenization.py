@@ -28,9 +28,8 @@ def load_tokenizer(name: str, texts: Callable[[], Iterable[str]], model_max_leng
     """The tokenizer called `name`, for a model of `model_max_length` positions.
 
     `"char"` has one token per character of `texts()`, ids in sorted-character order, no special token.
-    `"bpe-N"` is a byte-level BPE of N entries trained on the first 20 M characters of `texts()`, with
-    `<|endoftext|>` as bos, eos and pad. Anything else is a folder or a Hub name for `AutoTokenizer`.
-    Raises `UserError` for a name that is none of these.
+    `"bpe-N"` is a byte-level BPE of N entries trained on the first 20 M characters of `texts()`, with `<|endoftext|>`
+    as bos, eos and pad. Anything else is a folder or Hub name for `AutoTokenizer`; `UserError` if it is neither.
     """
     options: dict[str, Any] = {"model_max_length": model_max_length, "clean_up_tokenization_spaces": False}
     if name == "char":
@@ -78,8 +77,7 @@ def _first_characters(texts: Iterable[str], limit: int) -> Iterable[str]:
 def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: str | os.PathLike[str]) -> None:
     """Write tokenizer.json and tokenizer_config.json so that stock transformers 4 and 5 load equal ids.
 
-    transformers 5 alone would name a class that 4 does not know; `PreTrainedTokenizerFast` is in both,
-    and reads tokenizer.json as it stands.
+    5 alone would name a class that 4 does not know; `PreTrainedTokenizerFast` is in both, and reads tokenizer.json.
     """
     tokenizer.save_pretrained(folder)
     path = Path(folder, "tokenizer_config.json")
@@ -96,8 +94,10 @@ def _specification(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
 
 def _characters(specification: dict[str, Any]) -> dict[str, int] | None:
     """The id of each character, or None if the tokenizer is not one of single characters."""
-    vocabulary, whole = specification["model"].get("vocab"), specification["pre_tokenizer"] is None
-    return vocabulary if whole and isinstance(vocabulary, dict) and set(map(len, vocabulary)) == {1} else None
+    model = specification["model"]
+    if model["type"] != "BPE" or specification["pre_tokenizer"] is not None:
+        return None
+    return model["vocab"] if all(len(token) == 1 for token in model["vocab"]) else None
 
 
 class Encoder:
@@ -147,9 +147,9 @@ def unknown_characters(tokenizer: PreTrainedTokenizerFast, text: str) -> list[st
 
 
 def token_byte_lengths(tokenizer: PreTrainedTokenizerFast) -> np.ndarray | None:
-    """UTF-8 bytes that each id stands for, int32 of shape [len(tokenizer)], special tokens 0.
+    """UTF-8 bytes that each id stands for, int32 of shape [len(tokenizer)], special tokens 0; None where unknown.
 
-    Known for byte-level BPE, where each character of a token stands for one byte, and for character tokenizers.
+    Known for character tokenizers, and byte-level BPE, where each character of a token stands for one byte.
     """
     specification = _specification(tokenizer)
     byte_level = (specification["decoder"] or {}).get("type") == "ByteLevel"

@@ -406,7 +406,7 @@ def test_changed_settings_are_named(stream):
     with pytest.raises(UserError) as error:
         check_fingerprint({**stream.fingerprint, **saved}, {**stream.fingerprint, **changed})
     for named in (
-        "(seed (1 then, 2 now); tokens_per_step in blocks (64 then, 32 now); dataset hash (y then, x now)",
+        ": seed (1 then, 2 now); tokens_per_step in blocks (64 then, 32 now); dataset hash (y then, x now)",
         "dataset_name (None then, en now); eval_dataset or the rule to hold out (last tenth then, other now)",
     ):
         assert named in str(error.value)
