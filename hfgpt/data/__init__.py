@@ -120,10 +120,8 @@ def prepare_data(
         how = f"document stream: {len(source.units):,} units over {train.streams} streams"
     validation_run = _encode(encoder, validation)[: None if eval_tokens is None else eval_tokens + 1]
     if len(validation_run) < 2:
-        key, more = (
-            ("dataset", "an eval_dataset or more text") if eval_dataset is None else ("eval_dataset", "more text")
-        )
-        raise UserError(f"{key}: the validation text ({origin}) has fewer than two tokens; give {more}")
+        key = "dataset" if eval_dataset is None else "eval_dataset"
+        raise UserError(f"{key}: fewer than two tokens to evaluate on ({origin}); give an eval_dataset with more text")
     return TextData(
         tokenizer=tokenizer,
         train=train,

@@ -128,7 +128,8 @@ class DocumentStream:
     fingerprint: dict[str, Any]
 
     def __post_init__(self) -> None:
-        self.streams = self.divisible = _count_streams(self.blocks_per_step)
+        candidates = [n for n in _divisors(self.blocks_per_step) if n <= MAX_STREAMS]
+        self.streams = self.divisible = max(candidates, key=lambda n: (len(_divisors(n)), n))
         self.start = {"streams": [[0, 0, 0, 0]] * self.streams}
         self._parts = self._cut_units()
 
@@ -314,7 +315,7 @@ def check_fingerprint(saved: dict[str, Any], current: dict[str, Any]) -> None:
             changed += f"{SETTINGS.get(key, key.replace('.', ' '))} ({then} then, {now} now); "
     if changed:
         raise UserError(
-            f"resume_from_checkpoint: this run was trained on other text: {changed}restore these values, or start a "
+            f"resume_from_checkpoint: the text is not the one of this run: {changed}restore these values, or start a "
             "new run in another output_dir"
         )
 
@@ -341,8 +342,3 @@ def _hashes(values: np.ndarray, *keys: int) -> np.ndarray:
 
 def _divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0]
-
-
-def _count_streams(blocks_per_step: int) -> int:
-    candidates = [n for n in _divisors(blocks_per_step) if n <= MAX_STREAMS]
-    return max(candidates, key=lambda n: (len(_divisors(n)), n))

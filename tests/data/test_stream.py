@@ -19,7 +19,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from hfgpt.data import stream as stream_module
 from hfgpt.data.sources import open_source, text_hash
 from hfgpt.data.stream import DocumentStream, MemoryBlocks, check_fingerprint, iterate, merge_positions, permutation
 from hfgpt.data.tokenization import Encoder, load_tokenizer
@@ -297,7 +296,7 @@ def test_skipped_rows_before_the_first_document_are_counted(tmp_path):
 
 def test_number_of_streams_fits_many_worlds(tmp_path):
     for blocks, streams in ((1, 1), (8, 8), (12, 12), (97, 1), (480, 96), (512, 64), (120, 60)):
-        assert stream_module._count_streams(blocks) == streams
+        assert document_stream(tmp_path / str(blocks), [[100]], blocks_per_step=blocks).streams == streams
 
 
 def test_workers_have_something_to_do(tmp_path):
