@@ -220,12 +220,11 @@ def test_training_text_that_is_all_in_the_evaluation_text_is_named(tmp_path, str
 
 
 def test_too_short_evaluation_text_is_named_by_where_it_comes_from(tmp_path):
-    one = write(tmp_path / "one.txt", ["word " * 6])
+    one, other = write(tmp_path / "one.txt", ["nine words"]), write(tmp_path / "x.txt", ["x"])
     with pytest.raises(UserError, match=r"^dataset: fewer than two tokens .*held out.*; give an eval_dataset"):
-        prepare(one, sequence_length=4, eval_tokens=0)
-    (tmp_path / "x.txt").write_text("x\n")
+        prepare(one, sequence_length=4)
     with pytest.raises(UserError, match=r"^eval_dataset: fewer than two tokens"):
-        prepare(write(tmp_path / "a.jsonl", [*texts(30), "x"]), eval_dataset=str(tmp_path / "x.txt"), eval_tokens=0)
+        prepare(write(tmp_path / "a.jsonl", texts(30)), eval_dataset=str(other))
 
 
 @pytest.mark.parametrize("streaming", [True, False])
