@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 import uuid
@@ -22,7 +23,7 @@ from transformers.trainer_callback import TrainerControl, TrainerState
 from hfgpt import checkpoint
 from hfgpt.callbacks import CallbackArguments, MFUCallback, PerplexityCallback, callback_handler
 from hfgpt.config import PretrainConfig
-from hfgpt.configuration_hfgpt import model_config, model_fields
+from hfgpt.configuration_hfgpt import model_config
 from hfgpt.data import TextData, prepare_data
 from hfgpt.data.stream import StepBatch, check_fingerprint, iterate, side_by_side
 from hfgpt.data.tokenization import save_tokenizer
@@ -313,27 +314,17 @@ class Pretrainer:
         return self.evaluation
 
     def _prepare_data(self) -> TextData:
-        config = self.config
-        tokenizer: str | PreTrainedTokenizerFast = config.tokenizer
-        if self.resumed_from and (tokenizer == "char" or tokenizer.startswith("bpe-")):
+        """The text; of a resumed run at its commit, and in the tokenizer that was trained for it."""
+        config, tokenizer = self.config, None
+        if self.resumed_from:
             saved = checkpoint.read_state(self.resumed_from, "trainer_state")["config"]
-            if saved["tokenizer"] == tokenizer:  # take it as it was trained for this run
+            commit = checkpoint.read_state(self.resumed_from, "data_state")["fingerprint"].get("dataset.commit")
+            if commit and config.dataset_revision == saved["dataset_revision"]:
+                config = dataclasses.replace(config, dataset_revision=commit)
+            own = config.tokenizer == "char" or config.tokenizer.startswith("bpe-")
+            if own and config.tokenizer == saved["tokenizer"]:
                 tokenizer = PreTrainedTokenizerFast.from_pretrained(self.resumed_from)
-        return prepare_data(
-            dataset=config.dataset,
-            dataset_name=config.dataset_name,
-            dataset_split=config.dataset_split,
-            dataset_revision=config.dataset_revision,
-            text_column=config.text_column,
-            eval_dataset=config.eval_dataset,
-            tokenizer=tokenizer,
-            seed=config.seed,
-            sequence_length=config.sequence_length,
-            blocks_per_step=self.batch.blocks_per_step,
-            n_positions=model_fields(config.model).get("n_positions", 1024),
-            streaming=config.streaming,
-            eval_tokens=config.eval_tokens,
-        )
+        return prepare_data(config, self.batch.blocks_per_step, tokenizer)
 
     def _restore(self, folder: Path) -> tuple[dict[str, Any], float]:
         """Weights, optimizer, counters of a checkpoint; returns the text position and the seconds trained so far."""

@@ -11,12 +11,14 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import chain, islice
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import xxhash
 from transformers import PreTrainedTokenizerFast
 
+from hfgpt.config import PretrainConfig
+from hfgpt.configuration_hfgpt import model_fields
 from hfgpt.data.sources import IN_MEMORY_BYTES, Source, Unit, Unusable, open_source, text_hash
 from hfgpt.data.stream import DocumentStream, MemoryBlocks, Stream, permutation
 from hfgpt.data.tokenization import Encoder, load_tokenizer, token_byte_lengths
@@ -41,45 +43,35 @@ class TextData:
 
 
 def prepare_data(
-    *,
-    dataset: str,
-    dataset_name: str | None = None,
-    dataset_split: str = "train",
-    dataset_revision: str | None = None,
-    text_column: str = "text",
-    eval_dataset: str | None = None,
-    tokenizer: str | PreTrainedTokenizerFast,
-    seed: int,
-    sequence_length: int,
-    blocks_per_step: int,
-    n_positions: int,
-    streaming: bool | Literal["auto"] = "auto",
-    eval_tokens: int | None = None,
+    config: PretrainConfig, blocks_per_step: int, tokenizer: PreTrainedTokenizerFast | None = None
 ) -> TextData:
-    """Open the text, hold out validation, load or train the tokenizer, and make the training stream.
+    """Open the text, hold out validation, load or train the tokenizer (unless given), and make the training stream.
 
     `streaming`: True for a document stream, False for blocks in memory, "auto" for memory up to 16 MiB of local or
     embedded text. `eval_dataset`: local files, or another split of the same Hub dataset; without it, part of the
     text is held out (see `_split` and `_hold_out`). Training never sees a validation document, nor an exact copy of
     one. Raises `UserError` for text that is missing or unusable; writes nothing.
     """
-    source = open_source(
-        dataset, name=dataset_name, split=dataset_split, revision=dataset_revision, text_column=text_column
-    )
+    hub = config.dataset_name, config.dataset_split, config.dataset_revision
+    source = open_source(config.dataset, *hub, config.text_column)
+    streaming, seed, eval_tokens = config.streaming, config.seed, config.eval_tokens
     in_memory = source.is_local and source.size_bytes <= IN_MEMORY_BYTES if streaming == "auto" else not streaming
-    if tokenizer == "char" and source.size_bytes > CHARACTER_SCAN_BYTES:
+    if config.tokenizer == "char" and tokenizer is None and source.size_bytes > CHARACTER_SCAN_BYTES:
         raise UserError("tokenizer=char: has to see all of the text, which is too large for that; use bpe-4096")
     skipped: Counter[str] = Counter()
     documents = list(_documents(source, source.units, skipped)) if in_memory else []
     if in_memory and not documents:
-        raise UserError(f"dataset={dataset}: holds no usable document (passed over: {dict(skipped)})")
+        raise UserError(f"dataset={config.dataset}: holds no usable document (passed over: {dict(skipped)})")
     units, kept = source.units, documents
-    if eval_dataset is not None:
-        eval_source = _open_eval(eval_dataset, source, dataset, dataset_name, text_column)
+    if config.eval_dataset is not None:
+        eval_source = _open_eval(config.eval_dataset, source, config)
         # A document has a token at least, so that many documents are enough.
         enough = None if eval_tokens is None else eval_tokens + 1
         validation = list(islice(_documents(eval_source, eval_source.units, Counter()), enough))
-        rule, origin = f"eval_dataset {eval_source.fingerprint.get('hash', eval_dataset)}", eval_source.description
+        rule, origin = (
+            f"eval_dataset {eval_source.fingerprint.get('hash', config.eval_dataset)}",
+            eval_source.description,
+        )
     elif in_memory:
         kept, validation = _split(documents)
         rule, origin = "last tenth", "held out: the last tenth of the text"
@@ -92,22 +84,22 @@ def prepare_data(
     copies -= len(kept)
     skipped += Counter(in_validation=copies)
 
-    if tokenizer == "char":  # knows the held-out part, too; of an `eval_dataset` nothing
+    if config.tokenizer == "char":  # knows the held-out part, too; of an `eval_dataset` nothing
         texts = documents if in_memory else _documents(source, source.units, Counter())
     else:  # learns from training text alone, whose units are shuffled so that the first are a fair sample
         shuffled = [units[i] for i in permutation(len(units), seed)]
         texts = kept if in_memory else _documents(training, shuffled, Counter())
-    tokenizer_name = tokenizer if isinstance(tokenizer, str) else tokenizer.name_or_path or "given"
-    if isinstance(tokenizer, str):
-        tokenizer = load_tokenizer(tokenizer, lambda: texts, n_positions)
+    if tokenizer is None:
+        n_positions = model_fields(config.model).get("n_positions", 1024)
+        tokenizer = load_tokenizer(config.tokenizer, lambda: texts, n_positions)
     encoder = Encoder(tokenizer)
     fingerprint = {f"dataset.{key}": value for key, value in source.fingerprint.items()}
-    shape = {"seed": seed, "sequence_length": sequence_length, "blocks_per_step": blocks_per_step}
+    shape = {"seed": seed, "sequence_length": config.sequence_length, "blocks_per_step": blocks_per_step}
     fingerprint |= {"tokenizer": encoder.fingerprint, "held_out": rule, **shape}
     train: Stream
     if in_memory:
         run = _encode(encoder, kept)
-        if skipped["in_validation"] and len(run) <= sequence_length:
+        if skipped["in_validation"] and len(run) <= config.sequence_length:
             raise UserError(
                 f"dataset: {len(run):,} training tokens are left, fewer than one block: {skipped['in_validation']:,} "
                 "documents also stand in the validation text; give another eval_dataset or more text"
@@ -120,7 +112,7 @@ def prepare_data(
         how = f"document stream: {len(source.units):,} units over {train.streams} streams"
     validation_run = _encode(encoder, validation)[: None if eval_tokens is None else eval_tokens + 1]
     if len(validation_run) < 2:
-        key = "dataset" if eval_dataset is None else "eval_dataset"
+        key = "dataset" if config.eval_dataset is None else "eval_dataset"
         raise UserError(f"{key}: fewer than two tokens to evaluate on ({origin}); give an eval_dataset with more text")
     return TextData(
         tokenizer=tokenizer,
@@ -129,7 +121,7 @@ def prepare_data(
         token_bytes=token_byte_lengths(tokenizer),
         description=[
             source.description,
-            f"tokenizer: {tokenizer_name}, {len(tokenizer):,} entries",
+            f"tokenizer: {config.tokenizer}, {len(tokenizer):,} entries",
             f"training: {how}",
             f"validation: {len(validation_run):,} tokens of {len(validation):,} documents, {origin}",
         ],
@@ -145,12 +137,17 @@ def _documents(source: Source, units: list[Unit], skipped: Counter[str]) -> Iter
             yield row
 
 
-def _open_eval(eval_dataset: str, source: Source, dataset: str, name: str | None, text_column: str) -> Source:
-    hub: dict[str, Any] = {"name": name, "split": eval_dataset, "revision": source.fingerprint.get("commit")}
+def _open_eval(eval_dataset: str, source: Source, config: PretrainConfig) -> Source:
+    dataset = config.dataset
+    hub: dict[str, Any] = {
+        "name": config.dataset_name,
+        "split": eval_dataset,
+        "revision": source.fingerprint.get("commit"),
+    }
     if source.is_local or os.path.exists(os.path.expanduser(eval_dataset)) or glob.has_magic(eval_dataset):
         dataset, hub = eval_dataset, {}
     try:
-        return open_source(dataset, text_column=text_column, **hub)
+        return open_source(dataset, text_column=config.text_column, **hub)
     except UserError as error:
         raise UserError(re.sub("^dataset(_split)?", "eval_dataset", str(error))) from error
 

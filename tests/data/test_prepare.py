@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 from hub_server import HubServer
 
+from hfgpt.config import PretrainConfig
 from hfgpt.data import prepare_data
 from hfgpt.data.stream import DocumentStream, MemoryBlocks, iterate
 from hfgpt.errors import UserError
@@ -44,8 +45,9 @@ def texts(count):
 
 
 def prepare(dataset, **options):
-    settings = {"tokenizer": "char", "seed": 1, "sequence_length": 16, "blocks_per_step": 8, "n_positions": 16}
-    return prepare_data(dataset=str(dataset), **{**settings, **options})
+    tokenizer = options.pop("given_tokenizer", None)
+    settings = {"tokenizer": "char", "seed": 1, "sequence_length": 16, "max_steps": 1, **options}
+    return prepare_data(PretrainConfig(dataset=str(dataset), **settings), 8, tokenizer)
 
 
 def write(path, documents, rows_per_group=10):
@@ -169,7 +171,7 @@ def test_unusable_rows_are_counted(tmp_path):
 def test_tokenizer_object_is_taken_as_it_is(tmp_path):
     path = write(tmp_path / "a.jsonl", texts(100))
     first = prepare(path)
-    again = prepare(path, tokenizer=first.tokenizer)
+    again = prepare(path, given_tokenizer=first.tokenizer)
     assert again.tokenizer is first.tokenizer
     assert again.train.fingerprint == first.train.fingerprint
     assert json.loads(json.dumps(first.train.fingerprint)) == first.train.fingerprint
@@ -236,12 +238,12 @@ def test_character_of_the_evaluation_text_alone_is_refused(tmp_path, streaming):
 
 HUB = """
 import json, sys
+from hfgpt.config import PretrainConfig
 from hfgpt.data import prepare_data, sources
 from hfgpt.errors import UserError
 
 def prepare(**options):
-    settings = dict(tokenizer="char", seed=1, sequence_length=16, blocks_per_step=8, n_positions=16)
-    return prepare_data(**{**settings, **options})
+    return prepare_data(PretrainConfig(tokenizer="char", seed=1, sequence_length=16, max_steps=1, **options), 8)
 
 from itertools import islice
 from hfgpt.data.stream import iterate

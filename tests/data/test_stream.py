@@ -429,13 +429,12 @@ def test_permutations_never_change():
 FORKED = """
 import sys
 from itertools import islice
+from hfgpt.config import PretrainConfig
 from hfgpt.data import prepare_data
 from hfgpt.data.stream import iterate
 
-data = prepare_data(
-    dataset=sys.argv[1], tokenizer="bpe-300", seed=1, sequence_length=16, blocks_per_step=8, n_positions=16,
-    streaming=True,
-)
+config = PretrainConfig(dataset=sys.argv[1], tokenizer="bpe-300", sequence_length=16, streaming=True, max_steps=1)
+data = prepare_data(config, 8)
 data.tokenizer(["one", "two", "three"] * 10)  # as a batch, which tokenizers encodes in threads
 one = [batch.position for batch in islice(iterate(data.train, None, num_workers=2), 5)]
 assert one == [batch.position for batch in islice(iterate(data.train, None), 5)]
