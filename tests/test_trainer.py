@@ -280,7 +280,7 @@ def test_a_finished_run_resumes_to_its_result(config):
         ({"seed": 2}, "seed"),
         ({"model": {**MODEL, "n_layer": 3}}, "n_layer"),
         ({"sequence_length": 32}, "sequence_length"),
-        ({"gradient_accumulation_steps": 4}, "_per_step"),
+        ({"gradient_accumulation_steps": 4}, "tokens_per_step"),
         ({"tokenizer": "bpe-300"}, "tokenizer"),
     ],
 )

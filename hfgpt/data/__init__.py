@@ -54,7 +54,9 @@ def prepare_data(
     """
     hub = config.dataset_name, config.dataset_split, config.dataset_revision
     source = open_source(config.dataset, *hub, config.text_column)
-    streaming, seed, eval_tokens = config.streaming, config.seed, config.eval_tokens
+    streaming, seed = config.streaming, config.seed
+    # A document has a token at least, so that as many documents are enough.
+    enough = None if config.eval_tokens is None else config.eval_tokens + 1
     in_memory = source.is_local and source.size_bytes <= IN_MEMORY_BYTES if streaming == "auto" else not streaming
     if config.tokenizer == "char" and tokenizer is None and source.size_bytes > CHARACTER_SCAN_BYTES:
         raise UserError("tokenizer=char: has to see all of the text, which is too large for that; use bpe-4096")
@@ -65,13 +67,9 @@ def prepare_data(
     units, kept = source.units, documents
     if config.eval_dataset is not None:
         eval_source = _open_eval(config.eval_dataset, source, config)
-        # A document has a token at least, so that many documents are enough.
-        enough = None if eval_tokens is None else eval_tokens + 1
         validation = list(islice(_documents(eval_source, eval_source.units, Counter()), enough))
-        rule, origin = (
-            f"eval_dataset {eval_source.fingerprint.get('hash', config.eval_dataset)}",
-            eval_source.description,
-        )
+        which = eval_source.fingerprint.get("hash", config.eval_dataset)
+        rule, origin = f"eval_dataset {which}", eval_source.description
     elif in_memory:
         kept, validation = _split(documents)
         rule, origin = "last tenth", "held out: the last tenth of the text"
@@ -110,7 +108,7 @@ def prepare_data(
     else:
         train = DocumentStream(training, encoder, **shape, fingerprint={**fingerprint, "stream": "documents"})
         how = f"document stream: {len(source.units):,} units over {train.streams} streams"
-    validation_run = _encode(encoder, validation)[: None if eval_tokens is None else eval_tokens + 1]
+    validation_run = _encode(encoder, validation)[:enough]
     if len(validation_run) < 2:
         key = "dataset" if config.eval_dataset is None else "eval_dataset"
         raise UserError(f"{key}: fewer than two tokens to evaluate on ({origin}); give an eval_dataset with more text")
