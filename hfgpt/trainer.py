@@ -177,7 +177,7 @@ class Pretrainer:
             world=accelerator.num_processes,
             num_workers=config.dataloader_num_workers,
         )
-        self.position = position or self.data.train.start()
+        self.position = position or self.data.train.start
         self.plan = Plan(
             config=config,
             model=model.config,
