@@ -118,6 +118,14 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._outcome: Path | Exception | None = None
 
+    def __enter__(self) -> Saver:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Whatever ends the run, a checkpoint that was begun is written."""
+        if self._thread is not None:
+            self._thread.join()
+
     def start(self, step: int, write: Callable[[Path], None]) -> None:
         def work() -> None:
             try:

@@ -60,7 +60,7 @@ class Pretrainer:
 
     def train(self) -> dict[str, Any]:
         self.setup()
-        with self.signals:
+        with self.signals, self.saver:
             self.start_run()
             while self.state.global_step < self.max_steps and not self.control.should_training_stop:
                 mine, whole = self.next_batch()
