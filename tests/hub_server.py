@@ -155,9 +155,10 @@ class _Handler(BaseHTTPRequestHandler):
         request = (self.command, path, self.headers.get("Range", ""))
         with self.hub.lock:
             self.hub.requests.append(request)
-            self.fault = self.hub.faults(*request) if self.hub.faults else None
+            known = self.hub.token is None or self.headers.get("Authorization") == f"Bearer {self.hub.token}"
+            self.fault = self.hub.faults(*request) if self.hub.faults and known else None
             self.hub.injected.update([self.fault] if self.fault else [])
-        if self.hub.token and self.headers.get("Authorization") != f"Bearer {self.hub.token}":
+        if not known:
             return self._fail(401, STATUSES["401"])
         if self.fault and self.fault.isdecimal():
             headers = {"Retry-After": str(self.hub.retry_after)} if self.fault == "429" else {}
