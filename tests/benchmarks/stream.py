@@ -30,7 +30,7 @@ from hub_server import HubServer
 from hfgpt.data import prepare_data
 from hfgpt.data.sources import Source, open_source
 from hfgpt.data.stream import DocumentStream, iterate
-from hfgpt.data.tokenization import Encoder
+from hfgpt.data.tokenization import Encoder, load_tokenizer, save_tokenizer
 
 LENGTH, BLOCKS = 1024, 8
 SHAPE = {"seed": 0, "sequence_length": LENGTH, "blocks_per_step": BLOCKS}
@@ -40,23 +40,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--dataset", help="parquet file or folder; without it, repeated embedded text of 100 MB")
     parser.add_argument("--tokenizer", default="bpe-4096")
-    parser.add_argument("--tokens", type=int, default=400_000, help="per measurement")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--tokens", type=int, default=1_000_000, help="per measurement")
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--resume-only", action="store_true")
-    parser.add_argument("--resume-client", help=argparse.SUPPRESS)
+    parser.add_argument("--resume-client", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.resume_client:
-        return resume_client(options.resume_client)
+        return resume_client(*options.resume_client)
     with tempfile.TemporaryDirectory() as folder:
         large = Path(folder, "large.parquet")
-        write_large_file(large)
+        tokenizer = str(Path(folder, "tokenizer"))
+        texts = write_large_file(large)
+        save_tokenizer(load_tokenizer(options.tokenizer, lambda: texts, LENGTH), tokenizer)
         if not options.resume_only:
-            measure_rates(options.dataset or str(large), options.tokenizer, options.tokens, options.rounds)
-        measure_resume(large, Path(folder))
+            measure_rates(options.dataset or str(large), tokenizer, options.tokens, options.rounds)
+        measure_resume(large, tokenizer, Path(folder))
 
 
-def write_large_file(path: Path, characters: int = 100_000_000) -> None:
+def write_large_file(path: Path, characters: int = 100_000_000) -> list[str]:
     """The embedded documents again and again, each with a number so that no two are equal; 1,000 to a row group."""
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -68,6 +70,7 @@ def write_large_file(path: Path, characters: int = 100_000_000) -> None:
         texts.append(f"{len(texts)}: {next(documents)}")
         characters -= len(texts[-1])
     pq.write_table(pa.table({"text": texts}), path, row_group_size=1000, compression="none", use_dictionary=False)
+    return texts
 
 
 def measure_rates(dataset: str, tokenizer: str, tokens: int, rounds: int) -> None:
@@ -173,7 +176,6 @@ def tiktoken_encoding(tokenizer: Any) -> Any:
         import tiktoken
     except ImportError:
         return None
-    from tokenizers.pre_tokenizers import ByteLevel
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
     backend = tokenizer.backend_tokenizer
@@ -203,19 +205,20 @@ def tiktoken_encoding(tokenizer: Any) -> Any:
     ):
         return None
     ranks = {bytes(byte_of[character] for character in token): i for token, i in vocabulary.items()}
-    assert ByteLevel.alphabet()
     # The pattern of GPT-2 in tiktoken's own, faster form.
     pattern = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
     return tiktoken.Encoding("converted", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
 
 
 class TiktokenEncoder:
-    """Stands in for `Encoder`."""
+    """Stands in for `Encoder`. tiktoken panics at a million whitespace characters in a row."""
 
     def __init__(self, encoding: Any, encoder: Encoder) -> None:
-        self.encoding, self.separator_id = encoding, encoder.separator_id
+        self.encoding, self.encoder, self.separator_id = encoding, encoder, encoder.separator_id
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
+        if any(len(text) >= 1_000_000 for text in texts):
+            return self.encoder.encode(texts)
         first = [] if self.separator_id is None else [self.separator_id]
         return [np.array(first + self.encoding.encode_ordinary(text), np.int32) for text in texts]
 
@@ -226,14 +229,14 @@ def check_equal_ids(encoder: Encoder, other: Any, texts: list[str]) -> None:
     print(f"tiktoken gives other ids in {different} of {len(texts):,} documents")
 
 
-def measure_resume(large: Path, folder: Path) -> None:
+def measure_resume(large: Path, tokenizer: str, folder: Path) -> None:
     """Seconds from a position to its first batch, of the local file and over HTTP, in fresh processes."""
     content = large.read_bytes()
     print(f"resume in a file of {len(content) / 1e6:.0f} MB: seconds to the first batch")
     with HubServer({"datasets/user/large": {"data/train-0.parquet": content}}) as hub:
         for dataset in (str(large), "user/large"):
             child = subprocess.Popen(
-                [sys.executable, __file__, "--resume-client", dataset],
+                [sys.executable, __file__, "--resume-client", dataset, tokenizer],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
@@ -246,21 +249,19 @@ def measure_resume(large: Path, folder: Path) -> None:
                 child.stdin.flush()
                 answer = child.stdout.readline().strip()
                 sent = f"{(hub.bytes_sent - before[0]) / 1e6:.2f} MB in {len(hub.requests) - before[1]} requests"
-                print(
-                    f"  {'local' if dataset == str(large) else 'HTTP'}, {answer}{'' if '/' in dataset[:1] else ', ' + sent}"
-                )
+                print(f"  local, {answer}" if dataset == str(large) else f"  HTTP, {answer}, {sent}")
             child.stdin.close()
             assert child.wait(60) == 0
 
 
-def resume_client(dataset: str) -> None:
+def resume_client(dataset: str, tokenizer: str) -> None:
     """Answers each phase named on standard input with a line of its seconds; the first must be "open"."""
     for phase in map(str.strip, sys.stdin):
         start = time.perf_counter()
         if phase == "open":
-            data = prepare_data(dataset=dataset, tokenizer="bpe-512", n_positions=LENGTH, streaming=True, **SHAPE)
+            data = prepare_data(dataset=dataset, tokenizer=tokenizer, n_positions=LENGTH, streaming=True, **SHAPE)
             stream = data.train
-            print(f"open with validation and a new tokenizer: {time.perf_counter() - start:.2f} s", flush=True)
+            print(f"open, with validation held out: {time.perf_counter() - start:.2f} s", flush=True)
             continue
         position = None if phase == "start" else {"streams": [cursor(stream, i, phase) for i in range(stream.streams)]}
         fresh = dataclasses.replace(stream)
