@@ -182,11 +182,10 @@ def tiktoken_encoding(tokenizer: Any) -> Any:
     specification = json.loads(backend.to_str())
     model, splitter = specification["model"], specification["pre_tokenizer"] or {}
     byte_of = {character: byte for byte, character in bytes_to_unicode().items()}
+    options = "dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback", "ignore_merges"
     if (
         model["type"] != "BPE"
-        or any(
-            model.get(key) for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback")
-        )
+        or any(model.get(option) for option in options)
         or specification["normalizer"] is not None
         or splitter.get("type") != "ByteLevel"
         or splitter["add_prefix_space"]
