@@ -27,15 +27,14 @@ app = typer.Typer(
 def run_recipe(main: Callable[[], Any]) -> None:
     """Runs `main` and ends the process as users expect: `if __name__ == "__main__": run_recipe(main)`.
 
-    Returns when `main` does. UserError: each problem on one line of stderr, from the main process alone, and
+    Returns when `main` does. UserError: all its problems on one line of stderr, from the main process alone, and
     exit code 2. KeyboardInterrupt: 130. Any other exception: traceback, one line with the cause last, 1.
     """
     try:
         main()
     except UserError as error:
         if os.environ.get("RANK", "0") == "0":
-            for problem in error.problems:
-                print(f"error: {' '.join(problem.split())}", file=sys.stderr)
+            print("error:", "; ".join(" ".join(problem.split()) for problem in error.problems), file=sys.stderr)
         code = 2
     except RunError as error:
         if os.environ.get("RANK", "0") == "0":

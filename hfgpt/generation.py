@@ -58,6 +58,8 @@ def load_checkpoint(folder: str | Path, device: torch.device | None = None) -> t
             f"checkpoint {folder}: the tokenizer has {len(tokenizer)} entries and the model {rows} rows; "
             "use the tokenizer that the model was trained with"
         )
+    if len(tokenizer) < rows:  # for the model's own `generate`; ours never takes these ids
+        model.generation_config.suppress_tokens = list(range(len(tokenizer), rows))
     return model.to(device or default_device()).eval(), tokenizer
 
 
@@ -91,6 +93,7 @@ def generate(
             ("temperature", temperature, not 0 <= temperature < float("inf"), "0 (greedy) or above"),
             ("top_k", top_k, top_k is not None and top_k < 1, "at least 1, or left out"),
             ("top_p", top_p, top_p is not None and not 0 < top_p <= 1, "above 0, up to 1, or left out"),
+            ("seed", seed, seed is not None and not -(2**63) <= seed < 2**63, "-2^63 to 2^63 - 1, or left out"),
         )
         if wrong
     ]

@@ -8,6 +8,7 @@ Shape suffixes: B batch, T query length, S key length, C width, H heads, D head 
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 from typing import Any
@@ -22,6 +23,8 @@ from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.pytorch_utils import Conv1D
+
+from hfgpt.errors import UserError
 
 # transformers renamed the cache argument and output from `past_key_values` to `cache`; we follow what is installed.
 _GENERATION_ARGS = inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
@@ -203,6 +206,18 @@ class GPT2LMHeadModel(PreTrainedModel, GenerationMixin):
             init.ones_(module.weight)
             init.zeros_(module.bias)
 
+    def _check_length(self, tokens: int) -> None:
+        if tokens > self.config.n_positions:
+            raise UserError(
+                f"{tokens} tokens, but n_positions is {self.config.n_positions}; shorten the input, or write on with "
+                "hfgpt.generation.generate, which goes by the last n_positions tokens"
+            )
+
+    @functools.wraps(GenerationMixin.prepare_inputs_for_generation)  # `generate` looks at the signature
+    def prepare_inputs_for_generation(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        self._check_length(input_ids.shape[1])  # `generate` states the positions, so forward cannot tell
+        return super().prepare_inputs_for_generation(input_ids, *args, **kwargs)
+
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -216,7 +231,7 @@ class GPT2LMHeadModel(PreTrainedModel, GenerationMixin):
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         return_dict: bool | None = None,
-        **targets: Tensor,
+        **others: Any,
     ) -> CausalLMOutputWithPast | tuple[Any, ...]:
         """
         Args:
@@ -229,11 +244,14 @@ class GPT2LMHeadModel(PreTrainedModel, GenerationMixin):
 
         Returns: the loss alone with `shift_labels`, and with `labels` in training mode, so that no logits leave the
         head; otherwise logits (B, T, V), the loss if there are labels, and the cache if it is used.
+
+        Raises UserError for more tokens, the cache's included, than the model has positions.
         """
         # Not in the signature, where transformers' Trainer takes each name with "label" in it for required.
-        shift_labels = targets.pop("shift_labels", None)
-        if targets:
-            raise TypeError(f"forward() got an unexpected argument {next(iter(targets))!r}")
+        shift_labels = others.pop("shift_labels", None)
+        for name, value in others.items():  # callers of stock GPT-2 pass output_attentions=False and the like
+            if value is not None and value is not False:
+                raise TypeError(f"forward() of this model has no {name}; leave it out, or load stock GPT-2 for it")
         cache = cache if cache is not None else past_key_values
         x_BTC = inputs_embeds if inputs_embeds is not None else self.transformer.wte(input_ids)
         use_cache = self.config.use_cache if use_cache is None else use_cache
@@ -241,6 +259,7 @@ class GPT2LMHeadModel(PreTrainedModel, GenerationMixin):
             cache = DynamicCache(config=self.config)
         past = cache.get_seq_length() if cache is not None else 0
         if position_ids is None:
+            self._check_length(past + x_BTC.shape[1])
             position_ids = torch.arange(past, past + x_BTC.shape[1], device=x_BTC.device)[None]
         mask = attention_mask_BHTS(attention_mask, x_BTC, past)
         x_BTC = self.transformer(x_BTC, position_ids, mask, cache)

@@ -37,10 +37,10 @@ def raises(error):
     return main
 
 
-def test_wrong_use_is_one_line_per_problem_and_code_2(monkeypatch, capsys):
+def test_wrong_use_is_one_line_and_code_2(monkeypatch, capsys):
     monkeypatch.delenv("RANK", raising=False)
     wrong = raises(UserError("n_embd 30: not divisible", "max_steps -1:\n too small"))
-    lines = ["error: n_embd 30: not divisible", "error: max_steps -1: too small"]
+    lines = ["error: n_embd 30: not divisible; max_steps -1: too small"]
     assert ending(capsys, wrong) == (2, lines)
     monkeypatch.setenv("RANK", "0")
     assert ending(capsys, wrong) == (2, lines)
@@ -123,6 +123,8 @@ def test_generate_prints_the_samples_of_the_library(monkeypatch, capsys, tmp_pat
 
     code, out, err = command(monkeypatch, capsys, "generate", str(tmp_path), "--prompt", "abz", "--top_k", "0")
     assert code == 2 and out == "" and err.startswith("error: top_k 0")
+    code, out, err = command(monkeypatch, capsys, "generate", str(tmp_path), "--seed", str(2**63))
+    assert code == 2 and out == "" and err.startswith("error: seed 9223372036854775808") and err.count("\n") == 1
     code, out, err = command(monkeypatch, capsys, "generate", str(tmp_path), "--prompt", "abz")
     assert code == 2 and out == "" and "'z'" in err
 

@@ -163,6 +163,10 @@ def test_wrong_values_are_refused_together_and_at_once(letters):
     assert [problem.split(":")[0] for problem in problems] == [
         "max_new_tokens 0", "num_samples -1", "temperature -0.5", "top_k 0", "top_p 1.5",
     ]  # fmt: skip
+    for seed in (2**63, -(2**63) - 1):
+        with pytest.raises(UserError, match=f"seed {seed}"):
+            generate(tiny(), letters, "a", seed=seed)
+    assert text_of(tiny(), letters, "a", seed=-5) == text_of(tiny(), letters, "a", seed=-5)
     with pytest.raises(UserError, match="'!', 'É'"):
         generate(tiny(), letters, "aÉb!")
     with pytest.raises(UserError, match="UTF-8"):
@@ -187,6 +191,16 @@ def test_a_saved_model_writes_the_same_text(tmp_path, letters, kind):
     assert text_of(loaded, tokenizer, "abc", seed=5) == expected
     model.to(torch.bfloat16).save_pretrained(folder)
     assert next(load_checkpoint(folder, torch.device("cpu"))[0].parameters()).dtype == torch.float32
+
+
+def test_stock_generate_never_takes_padded_rows_of_a_loaded_folder(tmp_path, letters):
+    all_mass_on(tiny(GPT2LMHeadModel, vocab_size=64), 50).save_pretrained(tmp_path)
+    save_tokenizer(letters, tmp_path)
+    model, tokenizer = load_checkpoint(tmp_path, torch.device("cpu"))
+    ids = tokenizer("abc", return_tensors="pt")["input_ids"]
+    for do_sample in (False, True):
+        written = model.generate(ids, do_sample=do_sample, max_new_tokens=13, pad_token_id=0)
+        assert written.max() < len(tokenizer)
 
 
 def refusal(folder) -> str:

@@ -18,6 +18,7 @@ from transformers import GPT2LMHeadModel as StockGPT2
 
 from hfgpt import PerplexityCallback, modeling_hfgpt
 from hfgpt.configuration_hfgpt import MODEL_SIZES, model_config
+from hfgpt.errors import UserError
 from hfgpt.flops import parameter_counts
 from hfgpt.modeling_hfgpt import GPT2LMHeadModel, head_loss
 from hfgpt.optim import parameter_groups
@@ -386,6 +387,29 @@ def test_transformers_trainer_gives_it_the_figures_of_stock_gpt2(tmp_path, ids):
         assert evaluation[key] == pytest.approx(stock_evaluation[key], rel=1e-5)
 
 
-def test_an_unknown_argument_is_refused(ids):
-    with pytest.raises(TypeError, match="shift_lables"):
-        tiny()(ids, shift_lables=ids)
+def test_what_it_cannot_give_is_refused_and_what_asks_for_nothing_is_not(ids):
+    model = tiny()
+    asked = {"shift_lables": ids, "token_type_ids": ids, "output_attentions": True, "output_hidden_states": True}
+    for name, value in asked.items():
+        with pytest.raises(TypeError, match=name):
+            model(ids, **{name: value})
+    nothing = {"token_type_ids": None, "output_attentions": False, "output_hidden_states": False}
+    assert torch.equal(model(ids, **nothing).logits, model(ids).logits)
+
+
+def test_more_tokens_than_positions_are_refused_with_both_numbers(ids):
+    model = tiny()
+    too_many = f"{T + 1} tokens, but n_positions is {T}"
+    longer = torch.cat([ids, ids[:, :1]], dim=1)
+    cache = model(ids, use_cache=True)[modeling_hfgpt.CACHE_NAME]
+    with pytest.raises(UserError, match=too_many):
+        model(longer)
+    with pytest.raises(UserError, match=too_many):
+        model(ids[:, :1], **{modeling_hfgpt.CACHE_NAME: cache})
+    for use_cache in (True, False):
+        options = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None, "use_cache": use_cache}
+        assert model.generate(ids[:, :-3], max_new_tokens=4, **options).shape[1] == T + 1
+        with pytest.raises(UserError, match=too_many):
+            model.generate(ids[:, :-3], max_new_tokens=5, **options)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(ids, shift_labels=ids).loss, model(ids, shift_labels=ids).loss)
