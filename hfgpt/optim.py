@@ -23,13 +23,8 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
 
 def build_optimizer(model: nn.Module, config: PretrainConfig) -> torch.optim.AdamW:
     """Fused, as only that form can leave a step out (`found_inf`) without the host having to look."""
-    return torch.optim.AdamW(
-        parameter_groups(model, config.weight_decay),
-        lr=config.learning_rate,
-        betas=(config.adam_beta1, config.adam_beta2),
-        eps=config.adam_epsilon,
-        fused=True,
-    )
+    groups, betas = parameter_groups(model, config.weight_decay), (config.adam_beta1, config.adam_beta2)
+    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, eps=config.adam_epsilon, fused=True)
 
 
 def learning_rate_schedule(config: PretrainConfig, max_steps: int) -> Callable[[int], float]:
@@ -39,14 +34,14 @@ def learning_rate_schedule(config: PretrainConfig, max_steps: int) -> Callable[[
     warm-up already moves, its last one has the peak, and the last step of the run has the end of the decay, which
     then stays.
     """
+    kind, peak, end = config.lr_scheduler_type, config.learning_rate, config.end_learning_rate()
     specific: dict[str, Any] = {}
-    decay_steps: dict[str, Any] = {"num_warmup_steps": config.warmup_steps, "num_training_steps": max_steps}
-    if config.lr_scheduler_type == "cosine_with_min_lr":
-        specific = {"min_lr": config.end_learning_rate()}
-    elif config.lr_scheduler_type == "warmup_stable_decay":
+    if kind == "cosine_with_min_lr":
+        specific = {"min_lr": end}
+    elif kind == "warmup_stable_decay":
         decay = max(1, (max_steps - config.warmup_steps) // 5)
-        specific = {"num_decay_steps": decay, "min_lr_ratio": config.end_learning_rate() / config.learning_rate}
-    carrier = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=config.learning_rate)
-    schedule = get_scheduler(config.lr_scheduler_type, carrier, scheduler_specific_kwargs=specific, **decay_steps)
+        specific = {"num_decay_steps": decay, "min_lr_ratio": end / peak}
+    carrier = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=peak)
+    schedule = get_scheduler(kind, carrier, config.warmup_steps, max_steps, scheduler_specific_kwargs=specific)
     factor = schedule.lr_lambdas[0]
-    return lambda step: config.learning_rate * factor(min(step, max_steps))
+    return lambda step: peak * factor(min(step, max_steps))
