@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import csv
 import time
-from dataclasses import dataclass
 from importlib.resources import files
+from typing import NamedTuple
 
 import torch
 from transformers import GPT2Config
@@ -18,16 +18,14 @@ from hfgpt.device import device_name, synchronize
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "no": torch.float32}
 
 
-@dataclass(frozen=True)
-class ParameterCounts:
+class ParameterCounts(NamedTuple):
     """`without_positions` leaves out the T x C position table, which no token multiplies."""
 
     total: int
     without_positions: int
 
 
-@dataclass(frozen=True)
-class Peak:
+class Peak(NamedTuple):
     """Dense rate of a device in TFLOP/s (None: unknown) and what says so ("rated: ...", "measured: ...")."""
 
     tflops: float | None
@@ -102,34 +100,25 @@ def measure_matmul_tflops(device: torch.device, precision: str, seconds: float =
     where = device_name(device)
     if device.type == "cpu":
         where += f", {torch.get_num_threads()} threads"
-    try:
-        flops_per_second, size = _fastest_matmul(device, dtype, seconds)
-    except RuntimeError as error:
-        return Peak(None, f"unknown: {kind} matmul failed on {where}: {str(error).splitlines()[0]}")
-    return Peak(flops_per_second / 1e12, f"measured: {size} x {size} {kind} matmul on {where}")
-
-
-def _fastest_matmul(device: torch.device, dtype: torch.dtype, seconds: float) -> tuple[float, int]:
-    """FLOP/s and size of the fastest one."""
     sizes, calls = ((512, 1024, 2048), 1) if device.type == "cpu" else ((4096, 8192), 8)
     generator = torch.Generator(device).manual_seed(0)
-    best, best_size = 0.0, 0
-    started = time.perf_counter()
-    for done, size in enumerate(sizes, start=1):
-        flops = 2 * size**3 * calls
-        if best and flops / best > seconds:  # a slow device: the smaller size has to do
-            break
-        a, b = (torch.randn(size, size, device=device, generator=generator).to(dtype) for _ in range(2))
-        out = torch.matmul(a, b)  # the first call sets the library up
-        while True:
-            synchronize(device)
-            start = time.perf_counter()
-            for _ in range(calls):
-                torch.matmul(a, b, out=out)
-            synchronize(device)
-            now = time.perf_counter()
-            if flops / (now - start) > best:
-                best, best_size = flops / (now - start), size
-            if now - started > seconds * done / len(sizes):
+    best, best_size = 0.0, 0  # FLOP/s
+    try:
+        for size in sizes:
+            flops = 2 * size**3 * calls
+            if best and flops / best > seconds:  # a slow device: the smaller size has to do
                 break
-    return best, best_size
+            a, b = (torch.randn(size, size, device=device, generator=generator).to(dtype) for _ in range(2))
+            out = torch.matmul(a, b)  # the first call sets the library up
+            synchronize(device)
+            began = now = time.perf_counter()
+            while now - began < seconds / len(sizes):
+                start = now
+                for _ in range(calls):
+                    torch.matmul(a, b, out=out)
+                synchronize(device)
+                now = time.perf_counter()
+                best, best_size = max((best, best_size), (flops / (now - start), size))
+    except RuntimeError as error:
+        return Peak(None, f"unknown: {kind} matmul failed on {where}: {str(error).splitlines()[0]}")
+    return Peak(best / 1e12, f"measured: {best_size} x {best_size} {kind} matmul on {where}")
