@@ -31,11 +31,6 @@ _GENERATION_ARGS = inspect.signature(GenerationMixin.prepare_inputs_for_generati
 CACHE_NAME = "cache" if "cache" in _GENERATION_ARGS else "past_key_values"
 
 
-def gelu_tanh(x: Tensor) -> Tensor:
-    """GPT-2's GELU (tanh approximation)."""
-    return F.gelu(x, approximate="tanh")
-
-
 class Attention(nn.Module):
     def __init__(self, config: GPT2Config, layer_idx: int) -> None:
         super().__init__()
@@ -50,21 +45,11 @@ class Attention(nn.Module):
 
     def forward(self, x_BTC: Tensor, mask: Tensor | None, cache: Any) -> Tensor:
         B, T, C = x_BTC.shape
-        q, k, v = (
-            part.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)
-            for part in self.c_attn(x_BTC).split(C, dim=2)
-        )
+        q, k, v = self.c_attn(x_BTC).view(B, T, 3, self.n_head, -1).permute(2, 0, 3, 1, 4)  # each (B, H, T, D)
         if cache is not None:
             k, v = cache.update(k, v, self.layer_idx)
-        y_BHTD = F.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            attn_mask=mask,
-            dropout_p=self.dropout if self.training else 0.0,
-            is_causal=mask is None and T > 1,
-            scale=self.scale,
-        )
+        dropout, causal = self.dropout if self.training else 0.0, mask is None and T > 1
+        y_BHTD = F.scaled_dot_product_attention(q, k, v, mask, dropout, causal, scale=self.scale)
         return self.resid_dropout(self.c_proj(y_BHTD.transpose(1, 2).reshape(B, T, C)))
 
 
@@ -76,7 +61,7 @@ class MLP(nn.Module):
         self.c_proj = Conv1D(config.n_embd, inner)
         self.c_proj.is_residual = True
         name = config.activation_function
-        self.act = gelu_tanh if name in ("gelu_new", "gelu_pytorch_tanh") else ACT2FN[name]
+        self.act = ACT2FN["gelu_pytorch_tanh" if name == "gelu_new" else name]  # the same function in one kernel
         self.dropout = nn.Dropout(config.resid_pdrop)
 
     def forward(self, x_BTC: Tensor) -> Tensor:
@@ -136,16 +121,13 @@ def head_loss(x_NC: Tensor, weight_VC: Tensor, target_N: Tensor, chunk_size: int
 
     With `chunk_size` the logits of at most that many tokens exist at a time.
     """
-    chunked = chunk_size is not None and x_NC.shape[0] > chunk_size
-    autocast = torch.is_autocast_enabled(x_NC.device.type)
-    # The chunked function of torch knows nothing of autocast: it would return a loss with bf16's three digits.
-    if hasattr(F, "linear_cross_entropy") and not (chunked and autocast) and not _pads(weight_VC):
-        options = None
-        if chunked:
-            options = nn.LinearCrossEntropyOptions(batch_chunk_size=chunk_size, allow_retain_graph=True)
-        return F.linear_cross_entropy(x_NC, weight_VC, target_N, reduction="sum", options=options)
-    if not chunked:
+    if chunk_size is None or x_NC.shape[0] <= chunk_size:
         return _plain_head_loss(x_NC, weight_VC, target_N)
+    # torch's own function knows nothing of autocast: it would return a loss with bf16's three digits.
+    autocast = torch.is_autocast_enabled(x_NC.device.type)
+    if hasattr(F, "linear_cross_entropy") and not autocast and not _pads(weight_VC):
+        options = nn.LinearCrossEntropyOptions(batch_chunk_size=chunk_size, allow_retain_graph=True)
+        return F.linear_cross_entropy(x_NC, weight_VC, target_N, reduction="sum", options=options)
     pairs = zip(x_NC.split(chunk_size), target_N.split(chunk_size), strict=True)
     losses = [checkpoint(_plain_head_loss, x, weight_VC, target, use_reentrant=False) for x, target in pairs]
     return torch.stack(losses).sum()
