@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import extract_model_from_parallel
 from transformers import TrainerCallback
 from transformers.integrations import get_reporting_integration_callbacks
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, ProgressCallback
@@ -28,16 +29,12 @@ logger = logging.getLogger(__name__)
 class MFUCallback(TrainerCallback):
     """Adds `step_seconds, tokens_per_second, mfu, peak_tflops, peak_source` to each training log.
 
-    They cover the steps since the last log: from step end to step end, waiting for data included; evaluation,
-    saving and the first `warmup_steps` steps of the process (compilation) are outside the clock. Where no
-    counted step is left, the figures are None. `hfu` (recomputation counted as work) is added when gradient
-    checkpointing is on; `mfu` never counts it.
+    They cover the steps since the last log, waiting for data included; evaluation, saving and the first
+    `warmup_steps` steps of the process (compilation) are outside the clock. Where no counted step is left, the
+    figures are None. `hfu` (recomputation counted as work) is added when gradient checkpointing is on.
 
-    With transformers' Trainer, callbacks given to the constructor run after the trackers. To let the trackers
-    see the figures, put this one behind the first, which decides what is due:
-
-        figures = MFUCallback(tokens_per_step=524_288, sequence_length=1024)
-        trainer.callback_handler.callbacks.insert(1, figures)
+    transformers' Trainer runs callbacks given to its constructor after the trackers. To let these see the figures,
+    put it behind the first callback, which decides what is due: `trainer.callback_handler.callbacks.insert(1, it)`.
 
     tokens_per_step: tokens of one step over all processes. None takes what the trainer counts
         (`TrainingArguments(include_num_input_tokens_seen=...)`; "non_padding" leaves padding out).
@@ -73,33 +70,29 @@ class MFUCallback(TrainerCallback):
                 "MFUCallback cannot tell the tokens of a step: pass tokens_per_step, or set "
                 'include_num_input_tokens_seen="all" in the TrainingArguments'
             )
+        model = extract_model_from_parallel(model, keep_torch_compile=False)
         weight = next(model.parameters())
         self._device = weight.device
-        self._devices = _devices(args)
+        processes = getattr(args, "world_size", None) or int(os.environ.get("WORLD_SIZE", 1))
+        self._devices = processes * max(1, getattr(args, "n_gpu", 1))  # above 1 under torch.nn.DataParallel
         if self.peak is None:
             self.peak = device_peak(self._device, self.precision or _precision(args, weight.dtype))
-        model = _unwrap(model)
         if self.sequence_length is None:
             self.sequence_length = model.config.n_positions
-            logger.warning(
-                "MFU counts attention over n_positions = %d; pass sequence_length if rows are shorter",
-                self.sequence_length,
-            )
+            logger.warning("MFU takes rows of n_positions = %d tokens; else pass sequence_length", self.sequence_length)
         self._flops = {"mfu": training_flops_per_token(model.config, self.sequence_length)}
         if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
-            recomputed = recomputed_flops_per_token(model.config, self.sequence_length)
-            self._flops["hfu"] = self._flops["mfu"] + recomputed
+            self._flops["hfu"] = self._flops["mfu"] + recomputed_flops_per_token(model.config, self.sequence_length)
         self._tokens_seen = state.num_input_tokens_seen
         self._open_window()
         self._mark = self.clock()
 
     def on_step_end(self, args, state, control, **kwargs) -> None:
         self._process_steps += 1
-        tokens = self.tokens_per_step or state.num_input_tokens_seen - self._tokens_seen
-        self._tokens_seen = state.num_input_tokens_seen
         if self._process_steps > self.warmup_steps:
             self._window_steps += 1
-            self._window_tokens += tokens
+            self._window_tokens += self.tokens_per_step or state.num_input_tokens_seen - self._tokens_seen
+        self._tokens_seen = state.num_input_tokens_seen
         self._lap(_something_due(control) or self._process_steps == self.warmup_steps)
 
     def on_epoch_end(self, args, state, control, **kwargs) -> None:
@@ -119,8 +112,7 @@ class MFUCallback(TrainerCallback):
     def on_evaluate(self, args, state, control, **kwargs) -> None:
         self._mark = self.clock()
 
-    def on_save(self, args, state, control, **kwargs) -> None:
-        self._mark = self.clock()
+    on_save = on_evaluate
 
     def _open_window(self) -> None:
         self._window_seconds, self._window_steps, self._window_tokens = 0.0, 0, 0
@@ -132,31 +124,26 @@ class MFUCallback(TrainerCallback):
         """
         if wait:
             synchronize(self._device)
-        now = self.clock()
+        last, self._mark = self._mark, self.clock()
         if self._process_steps > self.warmup_steps:
-            self.total_seconds += now - self._mark
-            self._window_seconds += now - self._mark
-        self._mark = now
+            self.total_seconds += self._mark - last
+            self._window_seconds += self._mark - last
 
     def _figures(self) -> dict[str, Any]:
         assert self.peak is not None
+        peak, source = self.peak
         figures: dict[str, Any] = {"step_seconds": None, "tokens_per_second": None, "mfu": None}
         if self._window_steps and self._window_seconds > 0:
-            rate = self._window_tokens / self._window_seconds
             figures["step_seconds"] = self._window_seconds / self._window_steps
-            figures["tokens_per_second"] = rate
-            if self.peak.tflops is not None:
+            figures["tokens_per_second"] = rate = self._window_tokens / self._window_seconds
+            if peak is not None:
                 for key, flops_per_token in self._flops.items():
-                    figures[key] = mfu(rate, flops_per_token, self.peak.tflops, self._devices)
+                    figures[key] = mfu(rate, flops_per_token, peak, self._devices)
                 if figures["mfu"] > 1 and not self._warned:
                     self._warned = True
-                    logger.warning(
-                        "MFU is %.2f, above 1: check the peak (%s TFLOP/s, %s) and the tokens per step",
-                        figures["mfu"],
-                        self.peak.tflops,
-                        self.peak.source,
-                    )
-        return {**figures, "peak_tflops": self.peak.tflops, "peak_source": self.peak.source}
+                    warning = "MFU is %.2f, above 1: check the peak (%s TFLOP/s, %s) and the tokens per step"
+                    logger.warning(warning, figures["mfu"], peak, source)
+        return {**figures, "peak_tflops": peak, "peak_source": source}
 
 
 class PerplexityCallback(TrainerCallback):
@@ -167,13 +154,13 @@ class PerplexityCallback(TrainerCallback):
     """
 
     def on_log(self, args, state, control, logs=None, **kwargs) -> None:
-        _add_perplexity(logs)
-        if state.log_history:
-            _add_perplexity(state.log_history[-1])
+        for target in (logs, *state.log_history[-1:]):
+            self.on_evaluate(args, state, control, target)
 
-    def on_evaluate(self, args, state, control, metrics=None, **kwargs) -> None:
-        if metrics is not None:
-            _add_perplexity(metrics)
+    def on_evaluate(self, args, state, control, metrics, **kwargs) -> None:
+        for key in [key for key in metrics if key.startswith("eval_") and key.endswith("_loss")]:
+            perplexity = math.inf if metrics[key] > 709 else math.exp(metrics[key])  # where exp overflows
+            metrics.setdefault(key.removesuffix("loss") + "perplexity", perplexity)
 
 
 class LogLineCallback(TrainerCallback):
@@ -196,12 +183,8 @@ class CallbackArguments:
         self.config, self.world_size = config, world_size
         self.output_dir = self.logging_dir = config.output_dir
         self.run_name = config.run_name or Path(config.output_dir).name
-        self.logging_steps, self.eval_steps, self.save_steps = (
-            config.logging_steps,
-            config.eval_steps,
-            config.save_steps,
-        )
-        self.eval_strategy = "steps" if config.eval_steps else "no"
+        self.logging_steps, self.save_steps = config.logging_steps, config.save_steps
+        self.eval_steps, self.eval_strategy = config.eval_steps, "steps" if config.eval_steps else "no"
         self.report_to = [name.strip() for name in config.report_to.split(",") if name.strip() not in ("", "none")]
 
     def to_dict(self) -> dict[str, Any]:
@@ -225,30 +208,8 @@ def callback_handler(
     return CallbackHandler([DefaultFlowCallback(), *callbacks, *trackers, display], model, tokenizer, optimizer, None)
 
 
-def _add_perplexity(logs: dict[str, Any]) -> None:
-    for key in [key for key in logs if key.startswith("eval_") and key.endswith("_loss")]:
-        try:
-            perplexity = math.exp(logs[key])
-        except OverflowError:
-            perplexity = math.inf
-        logs.setdefault(key.removesuffix("loss") + "perplexity", perplexity)
-
-
 def _something_due(control) -> bool:
     return control.should_log or control.should_evaluate or control.should_save
-
-
-def _unwrap(model):
-    """The model inside DistributedDataParallel and torch.compile."""
-    for name in ("module", "_orig_mod", "module"):
-        model = getattr(model, name, model)
-    return model
-
-
-def _devices(args) -> int:
-    """Devices at work: processes, times the cards of each where torch.nn.DataParallel drives several."""
-    processes = getattr(args, "world_size", None) or int(os.environ.get("WORLD_SIZE", 1))
-    return processes * max(1, getattr(args, "n_gpu", 1))
 
 
 def _precision(args, weight_dtype: torch.dtype) -> str:

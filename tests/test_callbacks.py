@@ -176,9 +176,7 @@ def test_the_peak_is_looked_up_in_the_precision_of_the_run(monkeypatch, args, dt
 
 def test_wrapped_models_and_recomputation(caplog):
     model = FakeModel(GPT2Config(vocab_size=50304))
-    wrapped = nn.Module()
-    wrapped.module = torch.compile(model)
-    plain, compiled = BareLoop(gpt2_mfu(), model), BareLoop(gpt2_mfu(), wrapped)
+    plain, compiled = BareLoop(gpt2_mfu(), model), BareLoop(gpt2_mfu(), nn.DataParallel(torch.compile(model)))
     model.gradient_checkpointing = True
     recomputing = BareLoop(gpt2_mfu(), model)
     records = []
