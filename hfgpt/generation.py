@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,9 +20,11 @@ from transformers import (
 from hfgpt.data.tokenization import unknown_characters
 from hfgpt.device import default_device
 from hfgpt.errors import UserError
-from hfgpt.modeling_hfgpt import GPT2LMHeadModel
+from hfgpt.modeling_hfgpt import CACHE_NAME, GPT2LMHeadModel
 
 logger = logging.getLogger(__name__)
+
+Pick = Callable[[torch.Tensor], int]  # the next id, from logits [V]
 
 
 def load_checkpoint(folder: str | Path, device: torch.device | None = None) -> tuple[GPT2LMHeadModel, Any]:
@@ -33,25 +34,23 @@ def load_checkpoint(folder: str | Path, device: torch.device | None = None) -> t
     than the model has rows.
     """
     folder = Path(folder)
-    if not folder.is_dir():
-        raise UserError(f"checkpoint {folder}: no such folder; give one that holds config.json")
     if not (folder / "config.json").is_file():
+        missing = "no config.json" if folder.is_dir() else "no such folder"
         inside = ", ".join(sorted(path.parent.name for path in folder.glob("*/config.json")))
         found = f"one of its checkpoints ({inside})" if inside else "a folder written by save_pretrained"
-        raise UserError(f"checkpoint {folder}: no config.json, so not a checkpoint; give {found}")
+        raise UserError(f"checkpoint {folder}: {missing}; give {found}")
     if not any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json")):
         raise UserError(f"checkpoint {folder}: no tokenizer.json; copy the tokenizer's files into it")
+    options = {"dtype": torch.float32, "output_loading_info": True, "local_files_only": True}
     try:
-        model, loading = GPT2LMHeadModel.from_pretrained(
-            folder, dtype=torch.float32, output_loading_info=True, local_files_only=True
-        )
+        model, loading = GPT2LMHeadModel.from_pretrained(folder, **options)
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # each reader of a broken file raises its own type
         reason = " ".join(str(error).split())
         raise UserError(f"checkpoint {folder}: cannot be read ({reason}); take another checkpoint") from error
     if loading["missing_keys"]:
-        missing = sorted(loading["missing_keys"])
-        raise UserError(f"checkpoint {folder}: {len(missing)} weights are missing, such as {missing[0]}")
+        lost = sorted(loading["missing_keys"])
+        raise UserError(f"checkpoint {folder}: {len(lost)} weights are missing, such as {lost[0]}")
     rows = model.config.vocab_size
     if len(tokenizer) > rows:
         raise UserError(
@@ -82,7 +81,7 @@ def generate(
     last `n_positions` ids. `temperature` 0 takes the likeliest token each time. The same `seed` gives the same
     texts on one machine. Ids without a token (padded rows of the model) are never taken.
 
-    Any causal language model of transformers serves. Raises UserError, at once, for sizes that cannot be and
+    Any causal language model of transformers serves. Raises UserError, at once, for values that cannot be and
     for characters that a character tokenizer lacks.
     """
     problems = [
@@ -99,8 +98,7 @@ def generate(
     ]
     if problems:
         raise UserError(*problems)
-    ids = _prompt_ids(tokenizer, prompt)
-    limit = model.config.max_position_embeddings
+    ids, limit = _prompt_ids(tokenizer, prompt), model.config.max_position_embeddings
     if len(ids) > limit:
         logger.warning("the prompt has %d tokens, the model sees the last %d", len(ids), limit)
         ids = ids[-limit:]
@@ -117,17 +115,13 @@ def _prompt_ids(tokenizer: Any, prompt: str) -> list[int]:
         text.encode()
     except UnicodeEncodeError as error:
         raise UserError(f"prompt {prompt!a}: not valid text at character {error.start}; use UTF-8") from error
-    unknown = unknown_characters(tokenizer, text)
-    if unknown:
-        listed = ", ".join(map(repr, unknown))
-        raise UserError(f"prompt: the tokenizer has no {listed}; leave these characters out")
+    if unknown := unknown_characters(tokenizer, text):
+        raise UserError(f"prompt: the tokenizer has no {', '.join(map(repr, unknown))}; leave these characters out")
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-def _picker(
-    entries: int, temperature: float, top_k: int | None, top_p: float | None, seed: int | None
-) -> Callable[[torch.Tensor], int]:
-    """Chooses the next id, below `entries`, from logits [V]."""
+def _picker(entries: int, temperature: float, top_k: int | None, top_p: float | None, seed: int | None) -> Pick:
+    """Takes ids below `entries` only."""
     if temperature == 0:
         return lambda logits_V: int(logits_V[:entries].argmax())
     # One generator on the CPU: the draws do not depend on the device, nor on torch's global random state.
@@ -150,16 +144,8 @@ def _picker(
 
 @torch.no_grad()
 def _continue(
-    model: Any,
-    prompt_ids: list[int],
-    max_new_tokens: int,
-    limit: int,
-    eos: int | None,
-    pick: Callable[[torch.Tensor], int],
+    model: Any, prompt_ids: list[int], max_new_tokens: int, limit: int, eos: int | None, pick: Pick
 ) -> list[int]:
-    # transformers renamed this argument; both kinds fill the cache in place.
-    renamed = "cache" in inspect.signature(model.forward).parameters
-    cache_name = "cache" if renamed else "past_key_values"
     cache, cached = DynamicCache(config=model.config), 0
     ids = list(prompt_ids)
     was_training = model.training
@@ -169,7 +155,7 @@ def _continue(
         with torch.compiler.set_stance("force_eager"):
             while len(ids) < len(prompt_ids) + max_new_tokens:
                 if len(ids) <= limit:
-                    part, options = ids[cached:], {cache_name: cache, "use_cache": True}
+                    part, options = ids[cached:], {CACHE_NAME: cache, "use_cache": True}
                     cached = len(ids)
                 else:
                     part, options = ids[-limit:], {"use_cache": False}
