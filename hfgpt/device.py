@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import platform
@@ -11,7 +12,6 @@ import sys
 import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import torch
 import transformers
@@ -26,9 +26,9 @@ SHORT_RUN_FORWARD_PASSES = 200
 
 @dataclass(frozen=True)
 class Precision:
-    """`name` as Accelerate's `mixed_precision` spells it ("no" is float32), and why it was chosen."""
+    """`name` as Accelerate's `mixed_precision` spells it (bf16, fp16, or no for float32), and why it was chosen."""
 
-    name: Literal["bf16", "fp16", "no"]
+    name: str
     reason: str
 
 
@@ -68,46 +68,34 @@ def choose_precision(requested: str, device: torch.device) -> Precision:
     `requested` is "auto", "bf16", "fp16" or "no". "auto" follows the accelerate configuration if that names
     bf16 or fp16, else the hardware. Raises UserError for what the device cannot do.
     """
+    native = "bf16" if _has_bf16(device) else "fp16" if device.type == "cuda" else "no"
     name, reason = requested, "requested"
     if requested == "auto":
-        launcher = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-        if launcher == "no":
-            return _native_precision(device)
-        name, reason = launcher, "from the accelerate configuration"
+        name, reason = os.environ.get("ACCELERATE_MIXED_PRECISION", "no"), "from the accelerate configuration"
+        if name == "no":
+            what = {"cuda": "card", "cpu": "CPU"}.get(device.type, device.type)
+            name, reason = native, f"the {what} has {'' if native == 'bf16' else 'no '}bf16 instructions"
     where = f"mixed_precision {name} ({reason})"
-    if name == "bf16":
-        if device.type == "cuda" and not _cuda_has_bf16(device):
-            raise UserError(f"{where}: {device_name(device)} has no bf16; use fp16, or auto to choose it")
-        if device.type == "cpu" and not _cpu_has_bf16():
-            reason += "; this CPU has no bf16 instructions, float32 would be faster"
-        return Precision("bf16", reason)
+    if name not in ("bf16", "fp16", "no"):
+        raise UserError(f"{where}: not one of auto, bf16, fp16, no")
+    if name == "bf16" and native == "fp16":
+        raise UserError(f"{where}: {device_name(device)} has no bf16; use fp16, or auto to choose it")
+    if name == "fp16" and device.type != "cuda":
+        raise UserError(f"{where}: fp16 needs a CUDA device, this is {device.type}; use bf16, no or auto")
     if name == "fp16":
-        if device.type != "cuda":
-            raise UserError(f"{where}: fp16 needs a CUDA device, this is {device.type}; use bf16, no or auto")
-        return Precision("fp16", f"{reason}, with loss scaling")
-    if name == "no":
-        return Precision("no", reason)
-    raise UserError(f"{where}: not one of auto, bf16, fp16, no")
+        reason += ", with loss scaling"
+    if name == "bf16" and native == "no" and device.type == "cpu":
+        reason += "; this CPU has no bf16 instructions, float32 would be faster"
+    return Precision(name, reason)
 
 
-def _native_precision(device: torch.device) -> Precision:
+def _has_bf16(device: torch.device) -> bool:
+    """Whether the device itself computes in bf16; unknown devices do not."""
     if device.type == "cuda":
-        if _cuda_has_bf16(device):
-            return Precision("bf16", "the card computes bf16 natively")
-        return Precision("fp16", "the card has no bf16; fp16 with loss scaling")
-    if device.type == "cpu" and _cpu_has_bf16():
-        return Precision("bf16", "the CPU has bf16 instructions")
-    return Precision("no", f"no native bf16 on this {device.type}; float32")
-
-
-def _cuda_has_bf16(device: torch.device) -> bool:
-    with torch.cuda.device(device):
-        return torch.cuda.is_bf16_supported(including_emulation=False)
-
-
-def _cpu_has_bf16() -> bool:
+        with torch.cuda.device(device):
+            return torch.cuda.is_bf16_supported(including_emulation=False)
     flags = (_cpuinfo("flags") or _cpuinfo("Features")).split()  # x86 says flags, ARM says Features
-    return not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(flags)
+    return device.type == "cpu" and not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(flags)
 
 
 def _cpuinfo(key: str) -> str:
@@ -157,8 +145,7 @@ def _missing_for_compile(device: torch.device) -> str | None:
             return f"triton needs compute capability 7.0, this card has {major}.{minor}"
         compilers = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]  # triton's own search
     else:
-        default = {"darwin": "clang++", "win32": "cl"}.get(sys.platform, "g++")
-        compilers = [os.environ.get("CXX", default)]  # inductor's own search
+        compilers = [os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")]  # inductor's own search
     if not any(map(shutil.which, compilers)):
         return f"no compiler ({' or '.join(compilers)}) on the PATH"
     headers = sysconfig.get_path("include")
@@ -169,16 +156,12 @@ def _missing_for_compile(device: torch.device) -> str | None:
 
 def available_cores() -> int:
     """Cores this process may use: its affinity, or the container's CPU quota where that is less."""
-    try:
-        cores = len(os.sched_getaffinity(0))
-    except AttributeError:  # macOS, Windows
-        cores = os.cpu_count() or 1
-    try:
+    # macOS has no affinity.
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with contextlib.suppress(OSError, ValueError):
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
         if quota != "max":
             cores = min(cores, max(1, int(quota) // int(period)))
-    except (OSError, ValueError):
-        pass
     return cores
 
 
@@ -192,14 +175,11 @@ def use_all_cores(local_processes: int) -> int:
     return threads
 
 
-def memory_bytes(device: torch.device) -> int | None:
-    """Total memory of the CUDA device, or of the machine; None where it cannot be told."""
+def memory_bytes(device: torch.device) -> int:
+    """Total memory of the CUDA device, or of the machine."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[1]
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, ValueError, OSError):
-        return None
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def peak_memory_bytes(device: torch.device) -> int:
