@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
+from collections.abc import Iterable
 from typing import Any
 
 from transformers import GPT2Config
@@ -12,15 +12,13 @@ from transformers.activations import ACT2FN
 from hfgpt.convert import convert, describe
 from hfgpt.errors import UserError
 
-_NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+_DROPOUTS = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
+_NO_DROPOUT = dict.fromkeys(_DROPOUTS, 0.0)
 _GPT2 = {"n_positions": 1024, **_NO_DROPOUT}
 
 MODEL_SIZES: dict[str, dict[str, Any]] = {
     "char-cpu": {"n_layer": 4, "n_head": 4, "n_embd": 128, "n_positions": 64, **_NO_DROPOUT},
-    "char-gpu": {
-        **{"n_layer": 6, "n_head": 6, "n_embd": 384, "n_positions": 256},
-        **{"resid_pdrop": 0.2, "embd_pdrop": 0.2, "attn_pdrop": 0.2},
-    },
+    "char-gpu": {"n_layer": 6, "n_head": 6, "n_embd": 384, "n_positions": 256, **dict.fromkeys(_DROPOUTS, 0.2)},
     "gpt2-40m": {"n_layer": 12, "n_head": 6, "n_embd": 384, **_GPT2},
     "gpt2-125m": {"n_layer": 12, "n_head": 12, "n_embd": 768, **_GPT2},
     "gpt2-350m": {"n_layer": 24, "n_head": 16, "n_embd": 1024, **_GPT2},
@@ -28,9 +26,18 @@ MODEL_SIZES: dict[str, dict[str, Any]] = {
     "gpt2-1.5b": {"n_layer": 48, "n_head": 25, "n_embd": 1600, **_GPT2},
 }
 
-# Set from the tokenizer, never by hand: a row more or less than the tokenizer has makes a broken checkpoint.
-_FROM_TOKENIZER = ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")
-_FIELDS = {field.name for field in dataclasses.fields(GPT2Config)} - {"add_cross_attention", "n_ctx"}
+# What a run may set: the special ids come from the tokenizer, and pretraining has no use for some fields.
+_OTHERS = ("bos_token_id", "eos_token_id", "pad_token_id", "add_cross_attention")
+_TYPES = {
+    key: hint
+    for key, hint in GPT2Config.__annotations__.items()
+    if key not in _OTHERS and not key.startswith("summary_")
+}
+
+
+def _near(word: Any, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(str(word), known, n=1, cutoff=0.4)
+    return f"did you mean {near[0]}? " if near else ""
 
 
 def model_fields(model: str | dict[str, Any]) -> dict[str, Any]:
@@ -38,48 +45,36 @@ def model_fields(model: str | dict[str, Any]) -> dict[str, Any]:
 
     Raises UserError for an unknown name or field and for sizes that cannot work.
     """
-    if isinstance(model, str):
-        if model not in MODEL_SIZES:
-            near = difflib.get_close_matches(model, MODEL_SIZES, n=1, cutoff=0.4)
-            hint = f"did you mean {near[0]}? " if near else ""
-            raise UserError(f"model={model}: no such size; {hint}sizes are {', '.join(MODEL_SIZES)}")
-        return dict(MODEL_SIZES[model])
-    given = dict(model)
-    if not isinstance(given.get("size", ""), str):
-        raise UserError(f"model.size={given['size']}: must be one of {', '.join(MODEL_SIZES)}")
-    fields = {**_NO_DROPOUT, **(model_fields(given.pop("size")) if "size" in given else {}), **given}
+    given = {"size": model} if isinstance(model, str) else dict(model)
+    size = given.pop("size", None)
+    if size is not None and str(size) not in MODEL_SIZES:
+        where = "model" if isinstance(model, str) else "model.size"
+        near = _near(size, MODEL_SIZES)
+        raise UserError(f"{where}={size}: no such size; {near}sizes are {', '.join(MODEL_SIZES)}")
+    fields = {**_NO_DROPOUT, **MODEL_SIZES.get(str(size), {}), **given}
     problems = []
-    for key in given:
-        if key in _FROM_TOKENIZER and key != "vocab_size":
-            problems.append(f"model.{key}={given[key]}: this is set from the tokenizer; leave it out")
-        elif key not in _FIELDS:
-            near = difflib.get_close_matches(key, _FIELDS, n=1)
-            problems.append(
-                f"model.{key}={given[key]}: GPT2Config has no such field"
-                + (f"; did you mean {near[0]}?" if near else f"; it has {', '.join(sorted(_FIELDS))}")
-            )
-    hints = GPT2Config.__annotations__  # GPT-2's own fields; those of the base class are left as they are
-    for key in sorted(set(fields) & _FIELDS & set(hints)):
+    for key, value in fields.items():
+        where = f"model.{key}={value}"
+        if key not in _TYPES:
+            near = _near(key, _TYPES)
+            problems.append(f"{where}: not a field that can be set; {near}fields are {', '.join(_TYPES)}")
+            continue
         try:
-            value = fields[key] = convert(fields[key], hints[key])
+            value = fields[key] = convert(value, _TYPES[key])
         except ValueError:
-            problems.append(f"model.{key}={fields[key]}: must be {describe(hints[key])}")
+            problems.append(f"{where}: must be {describe(_TYPES[key])}")
             continue
         if key in ("n_layer", "n_head", "n_embd", "n_positions", "n_inner") and value is not None and value < 1:
-            problems.append(f"model.{key}={value}: must be at least 1")
-        if key.endswith("_pdrop") and not 0 <= value < 1:
-            problems.append(f"model.{key}={value}: must be at least 0 and below 1")
+            problems.append(f"{where}: must be at least 1")
+        if key in _DROPOUTS and not 0 <= value < 1:
+            problems.append(f"{where}: must be at least 0 and below 1")
         if key == "activation_function" and value not in ACT2FN:
-            near = difflib.get_close_matches(value, ACT2FN, n=1, cutoff=0.3) or ["gelu_new"]
-            problems.append(f"model.{key}={value}: transformers has no such function; did you mean {near[0]}?")
-    if not problems:
-        n_embd, n_head = fields.get("n_embd", 768), fields.get("n_head", 12)
-        if n_embd % n_head:
-            fits = [str(h) for h in range(1, min(n_embd, 2 * n_head) + 1) if n_embd % h == 0]
-            problems.append(
-                f"model.n_embd={n_embd} is not divisible by model.n_head={n_head}; "
-                f"an n_head that divides it: {', '.join(fits)}"
-            )
+            near = _near(value, ACT2FN)
+            problems.append(f"{where}: transformers has no such function; {near}GPT-2's is gelu_new")
+    n_embd, n_head = fields.get("n_embd", 768), fields.get("n_head", 12)
+    if not problems and n_embd % n_head:
+        fits = ", ".join(str(h) for h in range(1, min(n_embd, 2 * n_head) + 1) if n_embd % h == 0)
+        problems.append(f"model.n_embd={n_embd} is not divisible by model.n_head={n_head}; n_head may be {fits}")
     if problems:
         raise UserError(*problems)
     return fields
