@@ -35,23 +35,18 @@ def run_recipe(main: Callable[[], Any]) -> None:
     except UserError as error:
         if os.environ.get("RANK", "0") == "0":
             print("error:", "; ".join(" ".join(problem.split()) for problem in error.problems), file=sys.stderr)
-        code = 2
+        sys.exit(2)
     except RunError as error:
         if os.environ.get("RANK", "0") == "0":
             print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        code = error.exit_code
+        sys.exit(error.exit_code)
     except KeyboardInterrupt:
-        code = 130
+        sys.exit(130)
     except Exception as error:
         traceback.print_exc()
-        cause = next((line for line in str(error).splitlines() if line.strip()), "no message")
-        print(f"error: {type(error).__name__}: {cause.strip()}", file=sys.stderr)
-        code = 1
-    else:
-        return
-    sys.stdout.flush()
-    sys.stderr.flush()
-    sys.exit(code)
+        cause = (str(error).strip() or "no message").splitlines()[0]
+        print(f"error: {type(error).__name__}: {cause}", file=sys.stderr)
+        sys.exit(1)
 
 
 def main() -> None:
@@ -112,18 +107,9 @@ def generate(
     logging.disable_progress_bar()
     logging.set_verbosity_error()
     model, tokenizer = generation.load_checkpoint(checkpoint)
-    texts = generation.generate(
-        model,
-        tokenizer,
-        prompt,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        seed=seed,
-        num_samples=num_samples,
-    )
-    for number, text in enumerate(texts):
+    options: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
+    options |= {"max_new_tokens": max_new_tokens, "num_samples": num_samples}
+    for number, text in enumerate(generation.generate(model, tokenizer, prompt, **options)):
         if number:
             print("---")
         print(f"{prompt}{text}", flush=True)
@@ -140,9 +126,7 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON 
         print(json.dumps(facts, indent=2))
         return
     for key, value in facts.items():
-        if key == "memory_bytes" and value is not None:
-            key, value = "memory", f"{value / 2**30:.1f} GiB"
-        elif key == "versions":
+        if key == "versions":
             value = ", ".join(f"{name} {version}" for name, version in value.items())
         print(f"{key.replace('_', ' '):22} {'unknown' if value is None else value}")
 
@@ -154,8 +138,7 @@ def machine_facts() -> dict[str, Any]:
     from hfgpt import device as machine
     from hfgpt import flops
 
-    device = machine.default_device()
-    threads = machine.use_all_cores(1)
+    device, threads = machine.default_device(), machine.use_all_cores(1)
     precision = machine.choose_precision("auto", device)
     compilation = machine.choose_compile("auto", device, machine.SHORT_RUN_FORWARD_PASSES)
     measured = flops.measure_matmul_tflops(device, precision.name)
@@ -164,7 +147,7 @@ def machine_facts() -> dict[str, Any]:
     return {
         "device": device.type,
         "device_name": name,
-        "memory_bytes": machine.memory_bytes(device),
+        "memory_gib": round(machine.memory_bytes(device) / 2**30, 1),
         "cores": machine.available_cores(),
         "threads": threads,
         "precision": precision.name,
