@@ -9,6 +9,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from hfgpt.flops import Peak, device_peak, mfu, recomputed_flops_per_token, trai
 logger = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class MFUCallback(TrainerCallback):
     """Adds `step_seconds, tokens_per_second, mfu, peak_tflops, peak_source` to each training log.
 
@@ -44,24 +46,16 @@ class MFUCallback(TrainerCallback):
     clock: seconds, rising.
     """
 
-    def __init__(
-        self,
-        tokens_per_step: int | None = None,
-        sequence_length: int | None = None,
-        peak_tflops: float | None = None,
-        precision: str | None = None,
-        warmup_steps: int = 1,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
-        self.tokens_per_step = tokens_per_step
-        self.sequence_length = sequence_length
-        self.precision = precision
-        self.warmup_steps = warmup_steps
-        self.clock = clock
-        self.peak = None if peak_tflops is None else Peak(peak_tflops, "given")
-        self.total_seconds = 0.0  # counted seconds of training so far; a resumed run sets what it had
-        self._process_steps = 0
-        self._warned = False
+    tokens_per_step: int | None = None
+    sequence_length: int | None = None
+    peak_tflops: float | None = None
+    precision: str | None = None
+    warmup_steps: int = 1
+    clock: Callable[[], float] = time.perf_counter
+    total_seconds: float = 0.0  # counted seconds of training so far; a resumed run sets what it had
+
+    def __post_init__(self) -> None:
+        self._process_steps, self._warned = 0, False
 
     def on_train_begin(self, args, state, control, model=None, **kwargs) -> None:
         counted_by_trainer = getattr(args, "include_num_input_tokens_seen", "no")
@@ -75,8 +69,10 @@ class MFUCallback(TrainerCallback):
         self._device = weight.device
         processes = getattr(args, "world_size", None) or int(os.environ.get("WORLD_SIZE", 1))
         self._devices = processes * max(1, getattr(args, "n_gpu", 1))  # above 1 under torch.nn.DataParallel
-        if self.peak is None:
-            self.peak = device_peak(self._device, self.precision or _precision(args, weight.dtype))
+        if self.peak_tflops is not None:
+            self._peak = Peak(self.peak_tflops, "given")
+        else:
+            self._peak = device_peak(self._device, self.precision or _precision(args, weight.dtype))
         if self.sequence_length is None:
             self.sequence_length = model.config.n_positions
             logger.warning("MFU takes rows of n_positions = %d tokens; else pass sequence_length", self.sequence_length)
@@ -102,7 +98,19 @@ class MFUCallback(TrainerCallback):
         if "loss" not in logs:  # an evaluation, or the summary at the end
             return
         self._lap(wait=True)
-        figures = self._figures()
+        steps, seconds = self._window_steps, self._window_seconds
+        figures: dict[str, Any] = dict.fromkeys(("step_seconds", "tokens_per_second", "mfu"))
+        figures |= {"peak_tflops": self._peak.tflops, "peak_source": self._peak.source}
+        if steps and seconds > 0:
+            rate = self._window_tokens / seconds
+            figures |= {"step_seconds": seconds / steps, "tokens_per_second": rate}
+            if self._peak.tflops is not None:
+                for key, flops_per_token in self._flops.items():
+                    figures[key] = mfu(rate, flops_per_token, self._peak.tflops, self._devices)
+                if figures["mfu"] > 1 and not self._warned:
+                    self._warned = True
+                    warning = "MFU is %.2f, above 1: check the peak (%s TFLOP/s, %s) and the tokens per step"
+                    logger.warning(warning, figures["mfu"], *self._peak)
         logs.update(figures)
         # transformers' Trainer keeps a copy made before the callbacks.
         if state.log_history and state.log_history[-1].get("step") == state.global_step:
@@ -128,22 +136,6 @@ class MFUCallback(TrainerCallback):
         if self._process_steps > self.warmup_steps:
             self.total_seconds += self._mark - last
             self._window_seconds += self._mark - last
-
-    def _figures(self) -> dict[str, Any]:
-        assert self.peak is not None
-        peak, source = self.peak
-        figures: dict[str, Any] = {"step_seconds": None, "tokens_per_second": None, "mfu": None}
-        if self._window_steps and self._window_seconds > 0:
-            figures["step_seconds"] = self._window_seconds / self._window_steps
-            figures["tokens_per_second"] = rate = self._window_tokens / self._window_seconds
-            if peak is not None:
-                for key, flops_per_token in self._flops.items():
-                    figures[key] = mfu(rate, flops_per_token, peak, self._devices)
-                if figures["mfu"] > 1 and not self._warned:
-                    self._warned = True
-                    warning = "MFU is %.2f, above 1: check the peak (%s TFLOP/s, %s) and the tokens per step"
-                    logger.warning(warning, figures["mfu"], peak, source)
-        return {**figures, "peak_tflops": peak, "peak_source": source}
 
 
 class PerplexityCallback(TrainerCallback):
