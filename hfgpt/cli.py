@@ -121,30 +121,17 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON 
 
     Example: hfgpt doctor --json
     """
-    facts = machine_facts()
-    if as_json:
-        print(json.dumps(facts, indent=2))
-        return
-    for key, value in facts.items():
-        if key == "versions":
-            value = ", ".join(f"{name} {version}" for name, version in value.items())
-        print(f"{key.replace('_', ' '):22} {'unknown' if value is None else value}")
-
-
-def machine_facts() -> dict[str, Any]:
-    """What `doctor` prints: plain values, None where it cannot be told. Peaks are TFLOP/s of one device."""
     from importlib.metadata import version
 
     from hfgpt import device as machine
     from hfgpt import flops
 
     device, threads = machine.default_device(), machine.use_all_cores(1)
-    precision = machine.choose_precision("auto", device)
+    name, precision = machine.device_name(device), machine.choose_precision("auto", device)
     compilation = machine.choose_compile("auto", device, machine.SHORT_RUN_FORWARD_PASSES)
     measured = flops.measure_matmul_tflops(device, precision.name)
-    name = machine.device_name(device)
     stack = ("torch", "transformers", "accelerate", "datasets", "tokenizers", "safetensors")
-    return {
+    facts: dict[str, Any] = {
         "device": device.type,
         "device_name": name,
         "memory_gib": round(machine.memory_bytes(device) / 2**30, 1),
@@ -159,3 +146,9 @@ def machine_facts() -> dict[str, Any]:
         "peak_measured_source": measured.source,
         "versions": {"python": sys.version.split()[0], "hfgpt": __version__} | {part: version(part) for part in stack},
     }
+    if as_json:
+        print(json.dumps(facts, indent=2))
+        return
+    facts["versions"] = ", ".join(f"{part} {number}" for part, number in facts["versions"].items())
+    for key, value in facts.items():
+        print(f"{key.replace('_', ' '):22} {'unknown' if value is None else value}")

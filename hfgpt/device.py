@@ -115,16 +115,13 @@ def choose_compile(requested: str | bool, device: torch.device, forward_passes: 
     if requested is False:
         return CompileChoice(False, "requested")
     missing = _missing_for_compile(device)
+    if requested is True and missing:
+        raise UserError(f"torch_compile true: {missing}; use auto or false to run without compilation")
     if requested is True:
-        if missing:
-            raise UserError(f"torch_compile true: {missing}; use auto or false to run without compilation")
         return CompileChoice(True, "requested")
-    if missing:
-        return CompileChoice(False, missing)
-    if device.type == "cpu" and forward_passes < SHORT_RUN_FORWARD_PASSES:
-        few = f"{forward_passes} forward passes, fewer than {SHORT_RUN_FORWARD_PASSES}"
-        return CompileChoice(False, f"{few}, do not repay compilation")
-    return CompileChoice(True, "a compiler is at hand and the run is long enough")
+    if not missing and device.type == "cpu" and forward_passes < SHORT_RUN_FORWARD_PASSES:
+        missing = f"{forward_passes} forward passes, fewer than {SHORT_RUN_FORWARD_PASSES}, do not repay compilation"
+    return CompileChoice(not missing, missing or "a compiler is at hand and the run is long enough")
 
 
 def _missing_for_compile(device: torch.device) -> str | None:
