@@ -205,8 +205,7 @@ def _something_due(control) -> bool:
 
 
 def _precision(args, weight_dtype: torch.dtype) -> str:
-    if getattr(args, "bf16", False):
-        return "bf16"
-    if getattr(args, "fp16", False):
-        return "fp16"
-    return {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(weight_dtype, "no")
+    for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
+        if getattr(args, name, False) or weight_dtype == dtype:
+            return name
+    return "no"

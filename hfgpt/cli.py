@@ -56,7 +56,7 @@ def main() -> None:
 
 def _run_app() -> None:
     try:
-        code = app(sys.argv[1:] or ["--help"], standalone_mode=False)
+        app(sys.argv[1:] or ["--help"], standalone_mode=False)
     except typer.Abort as error:
         raise KeyboardInterrupt from error
     except Exception as error:
@@ -66,23 +66,12 @@ def _run_app() -> None:
         context = getattr(error, "ctx", None)
         command = context.command_path if context else "hfgpt"
         raise UserError(f"{error.format_message().rstrip('.')}; see {command} --help") from error
-    if code:
-        sys.exit(code)
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+@app.callback(invoke_without_command=True)
+def _options(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+    if version:
         print(f"hfgpt {__version__}")
-        raise typer.Exit
-
-
-@app.callback()
-def _options(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
-    ] = False,
-) -> None:
-    pass
 
 
 @app.command()

@@ -100,11 +100,12 @@ def _has_bf16(device: torch.device) -> bool:
 
 def _cpuinfo(key: str) -> str:
     """The first value of `key` in Linux's list of processors, or an empty string."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return ""
-    return next((line.split(":", 1)[1].strip() for line in lines if line.split(":")[0].strip() == key), "")
+    path = Path("/proc/cpuinfo")
+    for line in path.read_text().splitlines() if path.exists() else []:
+        name, _, value = line.partition(":")
+        if name.strip() == key:
+            return value.strip()
+    return ""
 
 
 def choose_compile(requested: str | bool, device: torch.device, forward_passes: int) -> CompileChoice:
