@@ -30,8 +30,7 @@ Pick = Callable[[torch.Tensor], int]  # the next id, from logits [V]
 def load_checkpoint(folder: str | Path, device: torch.device | None = None) -> tuple[GPT2LMHeadModel, Any]:
     """Model (float32, evaluation mode) and tokenizer of a GPT-2 folder, ours or any other.
 
-    Raises UserError if the folder is missing, incomplete or unreadable, or if its tokenizer has more entries
-    than the model has rows.
+    Raises UserError if the folder is missing, incomplete or unreadable, or if its two parts do not fit.
     """
     folder = Path(folder)
     if not (folder / "config.json").is_file():

@@ -97,7 +97,7 @@ class Transformer(nn.Module):
         return self.ln_f(x_BTC)
 
 
-def attention_mask_BHTS(attention_mask: Tensor | None, x_BTC: Tensor, past: int) -> Tensor | None:
+def attention_mask_BHTS(attention_mask: Tensor | None, past: int, T: int, device: torch.device) -> Tensor | None:
     """Boolean mask (True: may attend) that broadcasts to (B, H, T, S), or None for plain causal attention.
 
     `attention_mask` is (B, S) with 0 on padding, or a ready 4-D mask. A padded query sees itself alone: a row with
@@ -105,10 +105,9 @@ def attention_mask_BHTS(attention_mask: Tensor | None, x_BTC: Tensor, past: int)
     """
     if attention_mask is not None and attention_mask.dim() == 4:
         return attention_mask
-    T = x_BTC.shape[1]
     if attention_mask is None and (past == 0 or T == 1):
         return None
-    key = torch.arange(past + T, device=x_BTC.device)
+    key = torch.arange(past + T, device=device)
     query = key[past:, None]
     mask = key <= query
     if attention_mask is None:
@@ -177,23 +176,18 @@ class GPT2LMHeadModel(PreTrainedModel, GenerationMixin):
 
     def _init_weights(self, module: nn.Module) -> None:
         """GPT-2's initialisation: normal(0, 0.02); projections onto the residual stream / sqrt(2 L); norms 1, 0."""
-        std = self.config.initializer_range
-        if isinstance(module, Conv1D):
-            residual = getattr(module, "is_residual", False)
-            init.normal_(module.weight, std=std / math.sqrt(2 * self.config.n_layer) if residual else std)
-            init.zeros_(module.bias)
-        elif isinstance(module, nn.Embedding | nn.Linear):
-            init.normal_(module.weight, std=std)
-        elif isinstance(module, nn.LayerNorm):
+        if isinstance(module, nn.LayerNorm):
             init.ones_(module.weight)
+        elif isinstance(module, Conv1D | nn.Embedding | nn.Linear):
+            summands = 2 * self.config.n_layer if getattr(module, "is_residual", False) else 1
+            init.normal_(module.weight, std=self.config.initializer_range / math.sqrt(summands))
+        if isinstance(module, Conv1D | nn.LayerNorm):
             init.zeros_(module.bias)
 
     def _check_length(self, tokens: int) -> None:
         if tokens > self.config.n_positions:
-            raise UserError(
-                f"{tokens} tokens, but n_positions is {self.config.n_positions}; shorten the input, or write on with "
-                "hfgpt.generation.generate, which goes by the last n_positions tokens"
-            )
+            way_out = "shorten the input, or use hfgpt.generation.generate, which goes by the last tokens"
+            raise UserError(f"{tokens} tokens, but n_positions is {self.config.n_positions}; {way_out}")
 
     @functools.wraps(GenerationMixin.prepare_inputs_for_generation)  # `generate` looks at the signature
     def prepare_inputs_for_generation(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -239,11 +233,11 @@ class GPT2LMHeadModel(PreTrainedModel, GenerationMixin):
         use_cache = self.config.use_cache if use_cache is None else use_cache
         if use_cache and not self.training and cache is None and labels is None and shift_labels is None:
             cache = DynamicCache(config=self.config)
-        past = cache.get_seq_length() if cache is not None else 0
+        past, T = cache.get_seq_length() if cache is not None else 0, x_BTC.shape[1]
         if position_ids is None:
-            self._check_length(past + x_BTC.shape[1])
-            position_ids = torch.arange(past, past + x_BTC.shape[1], device=x_BTC.device)[None]
-        mask = attention_mask_BHTS(attention_mask, x_BTC, past)
+            self._check_length(past + T)
+            position_ids = torch.arange(past, past + T, device=x_BTC.device)[None]
+        mask = attention_mask_BHTS(attention_mask, past, T, x_BTC.device)
         x_BTC = self.transformer(x_BTC, position_ids, mask, cache)
 
         loss = logits = None
@@ -251,9 +245,8 @@ class GPT2LMHeadModel(PreTrainedModel, GenerationMixin):
         if labels is not None:
             shift_labels = F.pad(labels, (0, 1), value=-100)[:, 1:]
         if shift_labels is not None:
-            loss = head_loss(
-                x_BTC.flatten(0, 1), self.lm_head.weight, shift_labels.flatten().long(), self.head_chunk_size
-            )
+            x_NC, target_N = x_BTC.flatten(0, 1), shift_labels.flatten().long()
+            loss = head_loss(x_NC, self.lm_head.weight, target_N, self.head_chunk_size)
             loss = loss / ((shift_labels != -100).sum() if num_items_in_batch is None else num_items_in_batch)
         if not loss_alone:
             keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
