@@ -173,16 +173,12 @@ class CallbackArguments:
 
     def __init__(self, config: PretrainConfig, world_size: int) -> None:
         self.config, self.world_size = config, world_size
+        self.to_dict = self.to_sanitized_dict = config.to_dict
         self.output_dir = self.logging_dir = config.output_dir
         self.run_name = config.run_name or Path(config.output_dir).name
         self.logging_steps, self.save_steps = config.logging_steps, config.save_steps
         self.eval_steps, self.eval_strategy = config.eval_steps, "steps" if config.eval_steps else "no"
         self.report_to = [name.strip() for name in config.report_to.split(",") if name.strip() not in ("", "none")]
-
-    def to_dict(self) -> dict[str, Any]:
-        return self.config.to_dict()
-
-    to_sanitized_dict = to_dict
 
     def to_json_string(self) -> str:
         return json.dumps(self.to_dict(), indent=2)

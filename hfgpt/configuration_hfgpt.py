@@ -95,10 +95,8 @@ def model_config(
     fields = model_fields(model)
     stated = fields.pop("vocab_size", vocab_size)
     if stated != vocab_size:
-        raise UserError(
-            f"model.vocab_size={stated}: the tokenizer has {vocab_size} entries, and the model gets exactly one row "
-            "for each (the head pads its matmul by itself where that is faster); leave vocab_size out"
-        )
+        why = f"the tokenizer has {vocab_size} entries, and the model gets exactly one row for each"
+        raise UserError(f"model.vocab_size={stated}: {why}; leave vocab_size out")
     ids = {"bos_token_id": bos_token_id, "eos_token_id": eos_token_id, "pad_token_id": pad_token_id}
     config = GPT2Config(vocab_size=vocab_size, **fields, **ids)
     config.n_ctx = config.n_positions  # converters to other formats still read this older name

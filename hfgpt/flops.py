@@ -1,7 +1,4 @@
-"""Parameters and FLOPs of a GPT-2-style model, the peak rate of a device, and MFU.
-
-The counts are arithmetic on the configuration: no weights are made.
-"""
+"""Parameters and FLOPs of a GPT-2-style model from its configuration, the peak rate of a device, and MFU."""
 
 from __future__ import annotations
 
@@ -39,11 +36,9 @@ def parameter_counts(config: GPT2Config) -> ParameterCounts:
     """
     C, T, L, V = config.n_embd, config.n_positions, config.n_layer, config.vocab_size
     inner = config.n_inner or 4 * C
-    attention = 4 * C * C + 4 * C
-    mlp = 2 * C * inner + inner + C
-    layer_norms = 4 * C
-    heads = 1 if config.tie_word_embeddings else 2
-    without_positions = heads * V * C + L * (attention + mlp + layer_norms) + 2 * C
+    attention, mlp, layer_norms = 4 * C * C + 4 * C, 2 * C * inner + inner + C, 4 * C
+    matrices = 1 if config.tie_word_embeddings else 2
+    without_positions = matrices * V * C + L * (attention + mlp + layer_norms) + 2 * C
     return ParameterCounts(without_positions + T * C, without_positions)
 
 
@@ -74,8 +69,7 @@ def mfu(tokens_per_second: float, flops_per_token: float, peak_tflops: float, de
 def device_peak(device: torch.device, precision: str) -> Peak:
     """The device's dense rate in `precision` ("bf16", "fp16", "no"): rated if in the table, else measured."""
     name = device_name(device)
-    rated = rated_tflops(name, precision)
-    if rated is not None:
+    if rated := rated_tflops(name, precision):
         return Peak(rated, f"rated: {name} {precision} dense")
     return measure_matmul_tflops(device, precision)
 

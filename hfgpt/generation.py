@@ -50,14 +50,12 @@ def load_checkpoint(folder: str | Path, device: torch.device | None = None) -> t
     if loading["missing_keys"]:
         lost = sorted(loading["missing_keys"])
         raise UserError(f"checkpoint {folder}: {len(lost)} weights are missing, such as {lost[0]}")
-    rows = model.config.vocab_size
-    if len(tokenizer) > rows:
-        raise UserError(
-            f"checkpoint {folder}: the tokenizer has {len(tokenizer)} entries and the model {rows} rows; "
-            "use the tokenizer that the model was trained with"
-        )
-    if len(tokenizer) < rows:  # for the model's own `generate`; ours never takes these ids
-        model.generation_config.suppress_tokens = list(range(len(tokenizer), rows))
+    entries, rows = len(tokenizer), model.config.vocab_size
+    if entries > rows:
+        sizes = f"the tokenizer has {entries} entries and the model {rows} rows"
+        raise UserError(f"checkpoint {folder}: {sizes}; use the tokenizer that the model was trained with")
+    if entries < rows:  # for the model's own `generate`; ours never takes these ids
+        model.generation_config.suppress_tokens = list(range(entries, rows))
     return model.to(device or default_device()).eval(), tokenizer
 
 
