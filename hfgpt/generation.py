@@ -8,14 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import (
-    AutoTokenizer,
-    DynamicCache,
-    LogitsProcessorList,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+from transformers import AutoTokenizer, DynamicCache, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from hfgpt.data.tokenization import unknown_characters
 from hfgpt.device import default_device
@@ -81,20 +74,16 @@ def generate(
     Any causal language model of transformers serves. Raises UserError, at once, for values that cannot be and
     for characters that a character tokenizer lacks.
     """
-    problems = [
-        f"{name} {value}: {rule}"
-        for name, value, wrong, rule in (
-            ("max_new_tokens", max_new_tokens, max_new_tokens < 1, "at least 1"),
-            ("num_samples", num_samples, num_samples < 1, "at least 1"),
-            ("temperature", temperature, not 0 <= temperature < float("inf"), "0 (greedy) or above"),
-            ("top_k", top_k, top_k is not None and top_k < 1, "at least 1, or left out"),
-            ("top_p", top_p, top_p is not None and not 0 < top_p <= 1, "above 0, up to 1, or left out"),
-            ("seed", seed, seed is not None and not -(2**63) <= seed < 2**63, "-2^63 to 2^63 - 1, or left out"),
-        )
-        if wrong
-    ]
-    if problems:
-        raise UserError(*problems)
+    wrong = {
+        f"max_new_tokens {max_new_tokens}: at least 1": max_new_tokens < 1,
+        f"num_samples {num_samples}: at least 1": num_samples < 1,
+        f"temperature {temperature}: 0 (greedy) or above": not 0 <= temperature < float("inf"),
+        f"top_k {top_k}: at least 1, or left out": top_k is not None and top_k < 1,
+        f"top_p {top_p}: above 0, up to 1, or left out": top_p is not None and not 0 < top_p <= 1,
+        f"seed {seed}: -2^63 to 2^63 - 1, or left out": seed is not None and not -(2**63) <= seed < 2**63,
+    }
+    if any(wrong.values()):
+        raise UserError(*(problem for problem, is_so in wrong.items() if is_so))
     ids, limit = _prompt_ids(tokenizer, prompt), model.config.max_position_embeddings
     if len(ids) > limit:
         logger.warning("the prompt has %d tokens, the model sees the last %d", len(ids), limit)
@@ -124,7 +113,7 @@ def _picker(entries: int, temperature: float, top_k: int | None, top_p: float | 
     # One generator on the CPU: the draws do not depend on the device, nor on torch's global random state.
     generator = torch.Generator()
     generator.manual_seed(generator.seed() if seed is None else seed)
-    warpers = LogitsProcessorList([TemperatureLogitsWarper(float(temperature))])
+    warpers: list[Any] = [TemperatureLogitsWarper(float(temperature))]
     if top_k is not None:
         warpers.append(TopKLogitsWarper(top_k))
     if top_p is not None:
@@ -133,8 +122,9 @@ def _picker(entries: int, temperature: float, top_k: int | None, top_p: float | 
     def pick(logits_V: torch.Tensor) -> int:
         scores_1V = logits_V[None, :entries].float().cpu()
         scores_1V = scores_1V - scores_1V.max()  # a low temperature then gives -inf, never inf
-        probabilities_1V = warpers(None, scores_1V).softmax(-1)
-        return int(torch.multinomial(probabilities_1V, 1, generator=generator))
+        for warper in warpers:
+            scores_1V = warper(None, scores_1V)
+        return int(torch.multinomial(scores_1V.softmax(-1), 1, generator=generator))
 
     return pick
 
