@@ -102,6 +102,9 @@ class PretrainConfig:
     save_total_limit: int | None = _f(None, "checkpoints kept", POSITIVE)
     max_failed_saves: int = _f(3, "checkpoints in a row that may fail, on a full disk say", POSITIVE)
     resume_from_checkpoint: str = _f("never", "checkpoint folder, latest (if there is one), or never")
+    accept_changed_text: bool = _f(False, "resume although text, tokenizer, seed or step size are not as they were")
+    on_bad_files: Literal["stop", "skip"] = _f("stop", "a file that cannot be read: end, or go on without it and count")
+    stream_timeout: float = _f(900.0, "seconds for which reading may fail before the run saves and ends", POSITIVE)
     dataloader_num_workers: int = _f(1, "processes that read and tokenise streamed text ahead", NOT_NEGATIVE)
     report_to: str = _f("none", "trackers, comma-separated: tensorboard, wandb, trackio, mlflow")
 

@@ -25,7 +25,7 @@ from hfgpt.callbacks import CallbackArguments, MFUCallback, PerplexityCallback, 
 from hfgpt.config import PretrainConfig
 from hfgpt.configuration_hfgpt import model_config
 from hfgpt.data import TextData, prepare_data
-from hfgpt.data.stream import StepBatch, check_fingerprint, iterate, side_by_side
+from hfgpt.data.stream import StepBatch, iterate, resumed_position, side_by_side
 from hfgpt.data.tokenization import save_tokenizer
 from hfgpt.device import choose_compile, device_name, memory_bytes, peak_memory_bytes, start_accelerator, step_seed
 from hfgpt.distributed import HostGroup
@@ -214,7 +214,8 @@ class Pretrainer:
             self.run.start(run_facts(self.plan, self.data.train.fingerprint))
         self.run.rewind(step if self.resumed_from else -1)
         if self.resumed_from:
-            self._record(event="resume", checkpoint=self.resumed_from.name, changed_settings=self.changed_settings)
+            changed = {"changed_settings": self.changed_settings, "changed_text": self.changed_text or None}
+            self._record(event="resume", checkpoint=self.resumed_from.name, **changed)
         else:
             self._record(event="start")
         self.control = self.handler.on_train_begin(self.args, self.state, self.control)
@@ -235,7 +236,9 @@ class Pretrainer:
         self.skipped_rows.update(batch.skipped)
         self.guard.add(Step(step, self.learning_rate(step), loss, grad_norm))
         blocks = np.ascontiguousarray(batch.blocks, dtype="<i4")  # of all processes, in the stream's own order
-        self.run.record_text(step=step, batch_hash=xxhash.xxh3_64_hexdigest(blocks.data))
+        self.run.record_text(step=step, batch_hash=xxhash.xxh3_64_hexdigest(blocks.data), position=batch.position)
+        for event in batch.retries:
+            self._record(event="stream_retry", **event)
         if step == self.max_steps:
             self.control.should_log = self.control.should_save = True
             self.control.should_evaluate = config.eval_steps > 0
@@ -329,7 +332,9 @@ class Pretrainer:
     def _restore(self, folder: Path) -> tuple[dict[str, Any], float]:
         """Weights, optimizer, counters of a checkpoint; returns the text position and the seconds trained so far."""
         trainer, data = checkpoint.read_state(folder, "trainer_state"), checkpoint.read_state(folder, "data_state")
-        check_fingerprint(data["fingerprint"], self.data.train.fingerprint)
+        position, self.changed_text = resumed_position(
+            self.data.train, data["fingerprint"], data["position"], self.config.accept_changed_text
+        )
         checkpoint.load_model_and_optimizer(folder, self.raw_model, self.raw_optimizer)
         if self.accelerator.scaler is not None and trainer["gradient_scaler"]:
             self.accelerator.scaler.load_state_dict(trainer["gradient_scaler"])
@@ -349,7 +354,7 @@ class Pretrainer:
                 self.schedule_steps,
                 self.max_steps,
             )
-        return data["position"], trainer["wall_seconds"]
+        return position, trainer["wall_seconds"]
 
     def _trainer_state(self) -> dict[str, Any]:
         scaler = self.accelerator.scaler

@@ -53,34 +53,35 @@ def prepare_data(
     one. Raises `UserError` for text that is missing or unusable; writes nothing.
     """
     hub = config.dataset_name, config.dataset_split, config.dataset_revision
-    source = open_source(config.dataset, *hub, config.text_column)
+    source = open_source(config.dataset, *hub, **_options(config))
     streaming, seed = config.streaming, config.seed
     # A document has a token at least, so that as many documents are enough.
     enough = None if config.eval_tokens is None else config.eval_tokens + 1
     in_memory = source.is_local and source.size_bytes <= IN_MEMORY_BYTES if streaming == "auto" else not streaming
     if config.tokenizer == "char" and tokenizer is None and source.size_bytes > CHARACTER_SCAN_BYTES:
         raise UserError("tokenizer=char: has to see all of the text, which is too large for that; use bpe-4096")
-    skipped: Counter[str] = Counter()
+    skipped, eval_skipped = Counter(bad_file=source.skipped_files), Counter[str]()
     documents = list(_documents(source, source.units, skipped)) if in_memory else []
     if in_memory and not documents:
         raise UserError(f"dataset={config.dataset}: holds no usable document (passed over: {dict(skipped)})")
     units, kept = source.units, documents
     if config.eval_dataset is not None:
         eval_source = _open_eval(config.eval_dataset, source, config)
-        validation = list(islice(_documents(eval_source, eval_source.units, Counter()), enough))
+        validation = list(islice(_documents(eval_source, eval_source.units, eval_skipped), enough))
         which = eval_source.fingerprint.get("hash", config.eval_dataset)
         rule, origin = f"eval_dataset {which}", eval_source.description
     elif in_memory:
         kept, validation = _split(documents)
         rule, origin = "last tenth", "held out: the last tenth of the text"
     else:
-        units, validation, rule = _hold_out(source)
+        units, validation, rule = _hold_out(source, eval_skipped)
         origin = rule
-    training = dataclasses.replace(source, units=units, exclude=frozenset(map(text_hash, validation)))
+    held_out = frozenset(map(text_hash, validation))
+    training = dataclasses.replace(source, units=units, exclude=held_out)
     copies = len(kept)
     kept = [text for text in kept if text_hash(text) not in training.exclude]
     copies -= len(kept)
-    skipped += Counter(in_validation=copies)
+    skipped += Counter(in_validation=copies, **{f"eval_{reason}": count for reason, count in eval_skipped.items()})
 
     if config.tokenizer == "char":  # knows the held-out part, too; of an `eval_dataset` nothing
         texts = documents if in_memory else _documents(source, source.units, Counter())
@@ -94,6 +95,7 @@ def prepare_data(
     fingerprint = {f"dataset.{key}": value for key, value in source.fingerprint.items()}
     shape = {"seed": seed, "sequence_length": config.sequence_length, "blocks_per_step": blocks_per_step}
     fingerprint |= {"tokenizer": encoder.fingerprint, "held_out": rule, **shape}
+    fingerprint["held_out.hash"] = xxhash.xxh3_64_hexdigest(np.array(sorted(held_out), "<u8").tobytes())
     train: Stream
     if in_memory:
         run = _encode(encoder, kept)
@@ -127,6 +129,14 @@ def prepare_data(
     )
 
 
+def _options(config: PretrainConfig) -> dict[str, Any]:
+    return {
+        "text_column": config.text_column,
+        "patience_seconds": config.stream_timeout,
+        "skip_bad_files": config.on_bad_files == "skip",
+    }
+
+
 def _documents(source: Source, units: list[Unit], skipped: Counter[str]) -> Iterator[str]:
     for row in chain.from_iterable(map(source.read, units)):
         if isinstance(row, Unusable):
@@ -145,7 +155,7 @@ def _open_eval(eval_dataset: str, source: Source, config: PretrainConfig) -> Sou
     if source.is_local or os.path.exists(os.path.expanduser(eval_dataset)) or glob.has_magic(eval_dataset):
         dataset, hub = eval_dataset, {}
     try:
-        return open_source(dataset, text_column=config.text_column, **hub)
+        return open_source(dataset, **hub, **_options(config))
     except UserError as error:
         raise UserError(re.sub("^dataset(_split)?", "eval_dataset", str(error))) from error
 
@@ -160,14 +170,16 @@ def _split(documents: list[str]) -> tuple[list[str], list[str]]:
     return documents[:first], documents[first:]
 
 
-def _hold_out(source: Source) -> tuple[list[Unit], list[str], str]:
+def _hold_out(source: Source, skipped: Counter[str]) -> tuple[list[Unit], list[str], str]:
     """Units to train on, validation documents (the last unit that has one, or the last tenth of its rows if there are
     fewer than 10 units), and the rule in words.
     """
     for i, unit in reversed(list(enumerate(source.units))):
         rows = source.read(unit)
         first = 0 if len(source.units) >= 10 else len(rows) * 9 // 10
-        if documents := [row for row in rows[first:] if isinstance(row, str)]:
+        documents = [row for row in rows[first:] if isinstance(row, str)]
+        skipped.update(row.reason for row in rows[first:] if isinstance(row, Unusable))
+        if documents:
             rest = [unit._replace(rows=first)] if first else []
             return source.units[:i] + rest, documents, f"held out: unit {i} from row {first} on"
     raise UserError("dataset: holds no usable document at its end; give an eval_dataset or another dataset")

@@ -11,29 +11,35 @@ import contextlib
 import difflib
 import functools
 import glob
-import gzip
 import json
 import logging
 import os
 import re
 import sysconfig
 import warnings
-import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import xxhash
 from fsspec.core import url_to_fs  # type: ignore[import-untyped]
 
-from hfgpt.errors import UserError
+from hfgpt.data.remote import BROKEN, first_line, hub_files, patiently
+from hfgpt.errors import RunError, UserError
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 IN_MEMORY_BYTES = 16 * 2**20
 SPAN_BYTES = 2 * 2**20
+GZIP_SPAN_BYTES = 32 * 2**20
+START_PATIENCE_SECONDS = 120.0
 TEXT_DOCUMENT_BYTES = 64 * 2**10
 SAMPLE_BYTES = 2**20
 EMBEDDED_DOCSTRING_CHARACTERS = 80
@@ -45,6 +51,10 @@ FAULTS: dict[type[Exception], str] = {
     TypeError: "not_an_object",
 }
 KNOWN = "parquet, jsonl[.gz], json[.gz] or txt[.gz]"
+
+
+class BadFile(UserError):
+    """A file that cannot be read as what it should be."""
 
 
 class Unusable(NamedTuple):
@@ -67,7 +77,10 @@ class Unit(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """Text as units of rows. `exclude`: `text_hash` of documents to pass over. Pickles; reading needs no state."""
+    """Text as units of rows. Pickles; reading needs no state.
+
+    `exclude`: `text_hash` of documents to pass over. `skipped_files`: those left out when it was opened.
+    """
 
     units: list[Unit]
     text_column: str
@@ -76,9 +89,24 @@ class Source:
     fingerprint: dict[str, Any]
     description: str
     exclude: frozenset[int] = frozenset()
+    patience_seconds: float = 900.0
+    skip_bad_files: bool = False
+    skipped_files: int = 0
 
     def read(self, unit: Unit) -> list[str | Unusable]:
-        """All rows of `unit` in file order. Raises `UserError` if the file as a whole cannot be read."""
+        """All rows of `unit` in file order.
+
+        Raises BadFile if the file as a whole cannot be read, RunError if the way to it fails for too long.
+        """
+        try:
+            return _reading(unit.file, lambda: self._rows(unit), self.patience_seconds)
+        except BadFile as error:
+            if not self.skip_bad_files:
+                raise
+            logger.warning("left out: %s", error)
+            return [Unusable("bad_file")]
+
+    def _rows(self, unit: Unit) -> list[str | Unusable]:
         kind = _kind(unit.file)
         values: list[Any]
         if unit.file == "embedded":
@@ -91,11 +119,7 @@ class Source:
         elif kind == "lines":
             values = [line for line in _read_lines(unit).split(b"\n") if line.strip()]
         else:
-            try:
-                text = _read_lines(unit).decode().replace("\r\n", "\n")
-            except UnicodeDecodeError as error:
-                problem = f"{unit.file} is not UTF-8 text ({error})"
-                raise UserError(f"dataset: {problem}; convert it, say with iconv") from error
+            text = _read_lines(unit).decode().replace("\r\n", "\n")
             about_64_kib = rf"(?s:.{{1,{TEXT_DOCUMENT_BYTES}}})[^\n]*\n?"  # up to a line end
             values = [text] if unit.one_document else re.findall(about_64_kib, text)
         return [self._document(value, is_json=kind == "lines") for value in values[: unit.rows]]
@@ -121,13 +145,20 @@ def text_hash(text: str) -> int:
 
 
 def open_source(
-    dataset: str, name: str | None = None, split: str = "train", revision: str | None = None, text_column: str = "text"
+    dataset: str,
+    name: str | None = None,
+    split: str = "train",
+    revision: str | None = None,
+    text_column: str = "text",
+    patience_seconds: float = 900.0,
+    skip_bad_files: bool = False,
 ) -> Source:
     """The text called `dataset`: `"embedded"`, a local file, folder (all below it) or glob, or a Hub dataset.
 
     A txt file of up to 16 MiB is one document, a larger one is cut at line ends into documents of about 64 KiB.
     `name`, `split` and `revision` choose within a Hub dataset, which is pinned to the commit they resolve to. Looks
-    at each file's head or footer, and raises `UserError` for what cannot be found or read.
+    at each file's head or footer, and raises `UserError` for what cannot be found or read; a broken file is left out
+    instead with `skip_bad_files`. Faults of the network are waited out for `patience_seconds`.
     """
     if dataset == "embedded":
         documents = _embedded_documents()
@@ -135,18 +166,35 @@ def open_source(
         fingerprint: dict[str, Any] = {"dataset": dataset, "hash": xxhash.xxh3_64_hexdigest(data)}
         description = f"this Python's own documentation: {len(documents):,} documents, {len(data) / 1e6:.1f} MB"
         return Source([Unit(dataset, rows=len(documents))], "text", len(data), True, fingerprint, description)
-    files, label = _local_files(dataset), dataset
-    if is_local := files is not None:
-        fingerprint = {"files": len(files), "hash": _identity(files)}
+    found, label = _local_files(dataset), dataset
+    if is_local := found is not None:
+        files = found
     else:
-        files = _hub_files(dataset, name, split, revision)
-        commit = files[0].split("@", 1)[1].split("/", 1)[0]
+        in_split, commit = hub_files(dataset, name, split, revision, min(patience_seconds, START_PATIENCE_SECONDS))
         fingerprint = {"dataset": dataset, "name": name, "split": split, "commit": commit}
         label = f"{dataset} ({', '.join(filter(None, [name, split]))}) at commit {commit[:8]}"
+        if not (files := list(filter(_kind, in_split))):
+            raise UserError(f"dataset={dataset}: no {KNOWN} file in split {split}, which has {in_split[0]}")
+
+    def look(file: str) -> tuple[list[Unit], int] | BadFile:
+        try:
+            return _reading(file, lambda: _file_units(file, text_column), patience_seconds)
+        except BadFile as error:
+            return error
+
     with ThreadPoolExecutor(16) as pool:
-        units, sizes = zip(*pool.map(lambda file: _file_units(file, text_column), files), strict=True)
+        looks = dict(zip(files, pool.map(look, files), strict=True))
+    if bad := {file: error for file, error in looks.items() if isinstance(error, BadFile)}:
+        if not skip_bad_files or len(bad) == len(files):
+            raise next(iter(bad.values()))
+        for error in bad.values():
+            logger.warning("left out: %s", error)
+        files = [file for file in files if file not in bad]
+    if is_local:
+        fingerprint = {"files": len(files), "hash": _identity(files)}
     for file in [file for file in files if _kind(file) == "lines"][:1]:
-        _check_lines(file, text_column)
+        _reading(file, partial(_check_lines, file, text_column), patience_seconds)
+    units, sizes = zip(*(looks[file] for file in files), strict=True)
     return Source(
         units=[unit for of_file in units for unit in of_file],
         text_column=text_column,
@@ -154,6 +202,9 @@ def open_source(
         is_local=is_local,
         fingerprint={**fingerprint, "bytes": sum(sizes), "text_column": text_column},
         description=f"{label}: {len(files):,} file{'' if len(files) == 1 else 's'}, {sum(sizes) / 1e6:,.1f} MB",
+        patience_seconds=patience_seconds,
+        skip_bad_files=skip_bad_files,
+        skipped_files=len(bad),
     )
 
 
@@ -180,7 +231,7 @@ def _local_files(dataset: str) -> list[str] | None:
 
 
 def _identity(files: list[str]) -> str:
-    """Hash of the files' names below their common folder, sizes, first and last MiB. Refuses placeholders."""
+    """Hash of the files' names below their common folder, sizes, first and last MiB."""
     root = os.path.commonpath([os.path.dirname(file) for file in files])
     identity = xxhash.xxh3_64()
     for file in files:
@@ -189,66 +240,45 @@ def _identity(files: list[str]) -> str:
             size = handle.seek(0, os.SEEK_END)
             handle.seek(max(len(head), size - SAMPLE_BYTES))
             identity.update(f"{Path(file).relative_to(root).as_posix()}\0{size}\0".encode() + head + handle.read())
-        is_page = _kind(file) != "text" and head.lstrip().startswith(b"<")
-        if is_page or head.startswith(b"version https://git-lfs"):
-            raise UserError(f"dataset: {file} is a Git LFS pointer or a web page, not the data; fetch the file itself")
     return identity.hexdigest()
-
-
-def _hub_files(dataset: str, name: str | None, split: str, revision: str | None) -> list[str]:
-    """URLs (hf://datasets/ID@COMMIT/PATH) of the readable files of one split."""
-    from datasets import load_dataset_builder
-
-    try:
-        with quiet_hub():
-            splits = load_dataset_builder(dataset, name, revision=revision).config.data_files or {}
-    except Exception as error:  # not found, no network, unknown configuration: each of its own type
-        asked = {"dataset": dataset, "dataset_name": name, "dataset_revision": revision}
-        given = ", ".join(f"{key}={value}" for key, value in asked.items() if value)
-        raise UserError(f"{given}: no local file, and not usable from the Hub: {_first_line(error)}") from error
-    if split not in splits:
-        raise UserError(f"dataset_split={split}: {dataset} has no such split; it has {', '.join(map(str, splits))}")
-    if files := list(filter(_kind, splits[split])):
-        return files
-    raise UserError(f"dataset={dataset}: no {KNOWN} file in split {split}, which has {splits[split][0]}")
-
-
-@contextlib.contextmanager
-def quiet_hub() -> Iterator[None]:
-    """Keep the Hub client from logging each retry: the outcome is told in one line."""
-    logger = logging.getLogger("huggingface_hub")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
 
 
 @contextlib.contextmanager
 def _opened(file: str, compression: str | None = "infer") -> Iterator[Any]:
-    """The file, open to read and uncompressed; faults of the file itself become a `UserError` that names it."""
+    """The file, open to read and uncompressed."""
+    filesystem, path = url_to_fs(file)
+    # A read is one request, and what `readline` asks for at a time is small.
+    options = {"block_size": 2**16, "cache_type": "none", "compression": compression}
+    with filesystem.open(path, "rb", **options) as handle:
+        yield handle
+
+
+def _reading(file: str, read: Callable[[], T], patience_seconds: float) -> T:
+    """What `read` returns of `file`, a remote one read patiently. Raises BadFile where the file itself is at fault."""
     try:
-        filesystem, path = url_to_fs(file)
-        # A read is one request, and what `readline` asks for at a time is small.
-        options = {"block_size": 2**16, "cache_type": "none", "compression": compression}
-        with filesystem.open(path, "rb", **options) as handle:
-            yield handle
-    except (OSError, EOFError, zlib.error, pa.ArrowException) as error:
-        if "://" in file and isinstance(error, OSError) and not isinstance(error, gzip.BadGzipFile):
-            raise  # the network's fault
-        reason = _first_line(error)
-        raise UserError(f"dataset: {file} cannot be read ({reason}); fetch it again or remove it") from error
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().split("\n")[0]
+        return patiently(read, file, patience_seconds) if "://" in file else read()
+    except (UserError, RunError):
+        raise
+    except UnicodeDecodeError as error:
+        raise BadFile(f"dataset: {file} is not UTF-8 text ({error}); convert it, say with iconv") from error
+    except (OSError, *BROKEN) as error:
+        reason = first_line(error)
+        if getattr(error, "response", None) is not None:
+            way_out = "check that it is there and that your token may read it"
+            raise UserError(f"dataset: {file} is refused ({reason}); {way_out}") from error
+        raise BadFile(f"dataset: {file} cannot be read ({reason}); fetch it again or remove it") from error
 
 
 def _file_units(file: str, text_column: str) -> tuple[list[Unit], int]:
     """The units of a file, and its size in bytes."""
     with _opened(file, compression=None) as handle:
+        head = handle.read(64)
         size = handle.seek(0, os.SEEK_END)
+        handle.seek(max(0, size - 4))
+        tail = handle.read(4)
+    is_page = _kind(file) != "text" and head.lstrip().startswith(b"<")
+    if is_page or head.startswith(b"version https://git-lfs"):
+        raise BadFile(f"dataset: {file} is a Git LFS pointer or a web page, not the data; fetch the file itself")
     if _kind(file) == "parquet":
         metadata = _footer(file)
         schema = metadata.schema.to_arrow_schema()
@@ -257,13 +287,16 @@ def _file_units(file: str, text_column: str) -> tuple[list[Unit], int]:
         kind = schema.field(text_column).type
         value = kind.value_type if pa.types.is_dictionary(kind) else kind
         if str(value) not in ("string", "large_string", "string_view"):
-            raise UserError(f"text_column={text_column}: holds {kind}, not text, in {file}; name a text column")
+            raise BadFile(f"text_column={text_column}: holds {kind}, not text, in {file}; name a text column")
         counts = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
         return [Unit(file, group, rows=rows) for group, rows in enumerate(counts) if rows], size
     if _kind(file) == "text" and size <= IN_MEMORY_BYTES:
         return [Unit(file, rows=1, one_document=True)], size
     if file.lower().endswith(".gz"):
-        return [Unit(file)], size
+        # Each span is reached by uncompressing what lies before, so they are large. The last has all that is left,
+        # as the length at the end of the file is that of its last part, modulo 2^32.
+        starts = range(0, max(1, int.from_bytes(tail, "little")), GZIP_SPAN_BYTES)
+        return [Unit(file, start, start + GZIP_SPAN_BYTES) for start in starts[:-1]] + [Unit(file, starts[-1])], size
     return [Unit(file, start, min(start + SPAN_BYTES, size)) for start in range(0, size, SPAN_BYTES)], size
 
 
@@ -273,8 +306,8 @@ def _footer(file: str) -> Any:
         return pq.read_metadata(handle)
 
 
-def _no_column(file: str, text_column: str, columns: list[str]) -> UserError:
-    return UserError(f"text_column={text_column}: not in {file}; its columns are {', '.join(columns)}")
+def _no_column(file: str, text_column: str, columns: list[str]) -> BadFile:
+    return BadFile(f"text_column={text_column}: not in {file}; its columns are {', '.join(columns)}")
 
 
 def _check_lines(file: str, text_column: str) -> None:
@@ -292,11 +325,16 @@ def _read_lines(unit: Unit) -> bytes:
     start = max(unit.start - 1, 0)  # a line that begins at `start` follows a line end just before it
     with _opened(unit.file) as handle:
         handle.seek(start)
-        data = handle.read(unit.stop - start)
+        data = handle.read() if unit.stop < 0 else handle.read(unit.stop - start)
+        size = getattr(handle, "size", None)  # of a remote file that is not compressed
+        if size is not None and len(data) < (size if unit.stop < 0 else min(unit.stop, size)) - start:
+            raise OSError("fewer bytes came than were asked for")
         if unit.start:
             _, _, data = data.partition(b"\n")
         if data and not data.endswith(b"\n"):
             data += handle.readline()
+            if size is not None and not data.endswith(b"\n") and handle.tell() < size:
+                raise OSError("fewer bytes came than were asked for")
     return data.removeprefix(b"\xef\xbb\xbf")
 
 

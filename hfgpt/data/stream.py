@@ -24,13 +24,17 @@ import numpy as np
 import torch.utils.data
 from numpy.lib.stride_tricks import sliding_window_view
 
+from hfgpt.data.remote import take_events
 from hfgpt.data.sources import IN_MEMORY_BYTES, Source, Unit, Unusable
 from hfgpt.data.tokenization import Encoder
-from hfgpt.errors import UserError
+from hfgpt.errors import RunError, UserError
 
 MAX_STREAMS = 96
 PARTS_PER_STREAM = 8
 CACHED_UNITS = 4
+ENCODED_TOGETHER = 8
+
+Origin = tuple[int, int, int]
 # Fingerprint keys in the user's words, where they are not settings by their own name.
 SETTINGS = {
     "dataset.dataset": "dataset",
@@ -39,6 +43,7 @@ SETTINGS = {
     "dataset.commit": "dataset_revision, as commit",
     "dataset.text_column": "text_column",
     "held_out": "eval_dataset or the rule to hold out",
+    "held_out.hash": "validation text (eval_tokens, eval_dataset)",
     "blocks_per_step": "tokens_per_step in blocks",
     "stream": "streaming",
 }
@@ -49,11 +54,15 @@ class StepBatch:
     """One step's blocks for one process, int32 [blocks_per_step / world, sequence_length + 1].
 
     `position`: its share of the position after the step, see `merge_positions`. `skipped`: rows passed over, by reason.
+    `documents`: (epoch, unit, row) of those in the step, for each logical stream; the first of them is the last of the
+    stream's step before, whose end the step may take up. `retries`: records of reads that were tried again.
     """
 
     blocks: np.ndarray
     position: dict[str, Any]
     skipped: Counter[str] = field(default_factory=Counter)
+    documents: list[list[Origin]] = field(default_factory=list)
+    retries: list[dict[str, Any]] = field(default_factory=list)
 
 
 @dataclass(eq=False)
@@ -101,11 +110,12 @@ class MemoryBlocks:
 
 
 class _Document(NamedTuple):
-    """Tokens of one document, its [epoch, part, row], and the rows passed over since the document before it."""
+    """Tokens of one document, its [epoch, part, row], its (epoch, unit, row), and the rows passed over before it."""
 
     place: list[int]
+    origin: Origin
     ids: np.ndarray
-    skipped: Counter[str]
+    skipped: Counter[str] | None
 
 
 @dataclass(eq=False)
@@ -144,8 +154,9 @@ class DocumentStream:
         documents, token = self.documents(stream, cursor), cursor[-1]
         advance = self.blocks_per_step // self.streams * self.sequence_length
         pending = deque([next(documents)])
-        held, skipped = len(pending[0].ids), pending[0].skipped
+        held, skipped = len(pending[0].ids), Counter(pending[0].skipped)
         while True:
+            origins = [pending[0].origin]
             while held <= token + advance:
                 pending.append(next(documents))
                 held += len(pending[-1].ids)
@@ -156,30 +167,36 @@ class DocumentStream:
             while token >= len(pending[0].ids):
                 length = len(pending.popleft().ids)
                 token, held = token - length, held - length
-                # Counted when the cursor passes them, so that a resume counts none twice.
-                skipped = skipped + pending[0].skipped
-            yield StepBatch(blocks, {"streams": [[*pending[0].place, token]]}, skipped)
+                origins.append(pending[0].origin)
+                if pending[0].skipped:  # counted when the cursor passes them, so that a resume counts none twice
+                    skipped.update(pending[0].skipped)
+            yield StepBatch(blocks, {"streams": [[*pending[0].place, token]]}, skipped, [origins])
             skipped = Counter()
 
     def documents(self, stream: int, cursor: list[int]) -> Iterator[_Document]:
         """The documents of one logical stream, endless, from the one at `cursor` on."""
         epoch, first_part, first_row, _ = cursor
         found, skipped = first_part + first_row > 0, Counter[str]()
+        chunk: list[tuple[int, int, str, Counter[str] | None]] = []  # encoded together, which is faster
         while True:
             parts = self._epoch_parts(epoch)[stream :: self.streams].copy()
             for part in range(first_part, len(parts)):
                 unit, k, n = parts[part]
                 rows = _read(self.source, self.source.units[unit])
-                rows = rows[len(rows) * k // n : len(rows) * (k + 1) // n]
-                order = permutation(len(rows), self.seed, epoch, 2, stream, part)
-                for row in range(first_row, len(rows)):
+                start, stop = len(rows) * k // n, len(rows) * (k + 1) // n
+                order = start + permutation(stop - start, self.seed, epoch, 2, stream, part)
+                for row in range(first_row, len(order)):
                     text = rows[order[row]]
                     if isinstance(text, Unusable):
                         skipped[text.reason] += 1
-                        continue
-                    [ids] = self.encoder.encode([text])
-                    yield _Document([epoch, part, row], ids, skipped)
-                    found, skipped = True, Counter()
+                    else:
+                        chunk.append((row, int(order[row]), text, skipped if skipped else None))
+                        found, skipped = True, Counter() if skipped else skipped
+                    if len(chunk) == ENCODED_TOGETHER or (chunk and row == len(order) - 1):
+                        encoded = self.encoder.encode([text for _, _, text, _ in chunk])
+                        for (at, origin, _, before), ids in zip(chunk, encoded, strict=True):
+                            yield _Document([epoch, part, at], (epoch, int(unit), origin), ids, before)
+                        chunk = []
                 first_row = 0
             if not found:
                 raise self._too_few(f"stream {stream} found none ({dict(skipped)} passed over)", skipped)
@@ -245,7 +262,7 @@ def iterate(
 class _Share(torch.utils.data.IterableDataset[Any]):
     """Blocks or streams `first` to `first + count` of each step; worker w of W makes the w-th part of them.
 
-    A `UserError` is handed over as the last item, because a worker's exceptions lose their type.
+    An error is handed over as the last item, because a worker's exceptions lose their type.
     """
 
     stream: Stream
@@ -253,7 +270,7 @@ class _Share(torch.utils.data.IterableDataset[Any]):
     first: int
     count: int
 
-    def __iter__(self) -> Iterator[StepBatch | UserError]:
+    def __iter__(self) -> Iterator[StepBatch | UserError | RunError]:
         worker = torch.utils.data.get_worker_info()
         w, workers = (worker.id, worker.num_workers) if worker else (0, 1)
         if worker:
@@ -263,8 +280,10 @@ class _Share(torch.utils.data.IterableDataset[Any]):
             _end_with_parent()
         borders = (self.first + self.count * i // workers for i in (w, w + 1))
         try:
-            yield from self.stream.steps(self.position, *borders)
-        except UserError as error:
+            for batch in self.stream.steps(self.position, *borders):
+                batch.retries += take_events()
+                yield batch
+        except (UserError, RunError) as error:
             yield error
 
 
@@ -284,7 +303,7 @@ def _from_workers(share: _Share, workers: int) -> Iterator[StepBatch]:
         while True:
             parts = tuple(islice(items, max(workers, 1)))  # the loader takes one item of each worker in turn
             for part in parts:
-                if isinstance(part, UserError):
+                if isinstance(part, Exception):
                     raise part
             yield side_by_side(parts)
     finally:
@@ -295,7 +314,13 @@ def side_by_side(parts: Sequence[StepBatch]) -> StepBatch:
     """The parts of one step, in rank or worker order, as one; its position loads on any world size."""
     position = merge_positions([part.position for part in parts])
     skipped = sum((part.skipped for part in parts), Counter[str]())
-    return StepBatch(np.concatenate([part.blocks for part in parts]), position, skipped)
+    return StepBatch(
+        np.concatenate([part.blocks for part in parts]),
+        position,
+        skipped,
+        [origins for part in parts for origins in part.documents],
+        [event for part in parts for event in part.retries],
+    )
 
 
 def merge_positions(positions: list[dict[str, Any]]) -> dict[str, Any]:
@@ -306,18 +331,34 @@ def merge_positions(positions: list[dict[str, Any]]) -> dict[str, Any]:
     return {"streams": [cursor for position in positions for cursor in position["streams"]]}
 
 
-def check_fingerprint(saved: dict[str, Any], current: dict[str, Any]) -> None:
-    """Raise `UserError` naming each setting whose value is not the one that the position was saved with."""
-    changed = ""
-    for key in dict.fromkeys([*saved, *current]):
-        then, now = saved.get(key), current.get(key)
-        if then != now:
-            changed += f"{SETTINGS.get(key, key.replace('.', ' '))} ({then} then, {now} now); "
-    if changed:
+def resumed_position(
+    stream: Stream, fingerprint: dict[str, Any], position: dict[str, Any], accept_changes: bool = False
+) -> tuple[dict[str, Any], str]:
+    """Where `stream` goes on from a saved position, and what has changed since, in words.
+
+    Raises UserError naming each setting that is not the one the position was saved with, unless these are accepted:
+    with another step size the position holds where its form does, with any other change the text starts anew, in the
+    epoch after the saved one, whose order is another.
+    """
+    keys = dict.fromkeys([*fingerprint, *stream.fingerprint])
+    changes = {key: (fingerprint.get(key), stream.fingerprint.get(key)) for key in keys}
+    changes = {key: (then, now) for key, (then, now) in changes.items() if then != now}
+    words = "; ".join(
+        f"{SETTINGS.get(key, key.replace('.', ' '))} ({then} then, {now} now)" for key, (then, now) in changes.items()
+    )
+    if changes and not accept_changes:
         raise UserError(
-            f"resume_from_checkpoint: the text is not the one of this run: {changed}restore these values, or start a "
-            "new run in another output_dir"
+            f"resume_from_checkpoint: the text is not the one of this run: {words}; restore these values, go on with "
+            "the text as it is now with --accept_changed_text true, or start a new run in another output_dir"
         )
+    cursors = position.get("streams", [])
+    same_form = len(cursors) == getattr(stream, "streams", 0)
+    if not changes or (changes.keys() == {"blocks_per_step"} and same_form):
+        return position, words
+    epoch = 1 + max(cursor[0] for cursor in cursors) if cursors else 1 + position["epoch"]
+    if isinstance(stream, MemoryBlocks):
+        return {"epoch": epoch, "block": 0}, words
+    return {"streams": [[epoch, 0, 0, 0] for _ in range(stream.streams)]}, words
 
 
 def permutation(count: int, *keys: int) -> np.ndarray:
@@ -326,9 +367,13 @@ def permutation(count: int, *keys: int) -> np.ndarray:
 
 
 def _hash(*keys: int) -> int:
-    state = 0
+    """`_hashes` of one value after the other, in plain integers, which is faster for so few."""
+    state, mask = 0, 2**64 - 1
     for key in keys:
-        state = int(_hashes(np.array([state ^ key % 2**64], np.uint64))[0])
+        state = ((state ^ key % 2**64) + 1) * 0x9E3779B97F4A7C15 & mask
+        state = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 & mask
+        state = (state ^ state >> 27) * 0x94D049BB133111EB & mask
+        state ^= state >> 31
     return state
 
 

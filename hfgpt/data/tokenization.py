@@ -14,7 +14,7 @@ import xxhash
 from tokenizers import ByteLevelBPETokenizer, Tokenizer, decoders, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from hfgpt.data.sources import quiet_hub
+from hfgpt.data.remote import quiet_hub
 from hfgpt.errors import UserError
 
 # Parallel encoding in this process would make every later fork warn, and could hang the child.

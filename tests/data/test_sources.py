@@ -162,7 +162,7 @@ def test_missing_file_offers_no_file_that_is_no_help(tmp_path, present, asked):
 
 
 def test_unreachable_hub_is_one_line(monkeypatch):
-    import datasets
+    import huggingface_hub
     from transformers import AutoTokenizer
 
     from hfgpt.data.tokenization import load_tokenizer
@@ -176,12 +176,13 @@ def test_unreachable_hub_is_one_line(monkeypatch):
         raise ConnectionError("no way there")
 
     lines, client, handler = [], logging.getLogger("huggingface_hub.utils._http"), Lines()
-    monkeypatch.setattr(datasets, "load_dataset_builder", unreachable)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", unreachable)
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", unreachable)
     client.addHandler(handler)
     try:
         with pytest.raises(UserError, match=r"dataset=user/corpus: .*no way there"):
-            open_source("user/corpus")
+            open_source("user/corpus", patience_seconds=0)
         with pytest.raises(UserError, match=r"tokenizer=user/corpus: .*no way there"):
             load_tokenizer("user/corpus", lambda: [], 8)
         assert lines == []

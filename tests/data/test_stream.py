@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from hfgpt.data.sources import open_source, text_hash
-from hfgpt.data.stream import DocumentStream, MemoryBlocks, check_fingerprint, iterate, merge_positions, permutation
+from hfgpt.data.stream import DocumentStream, MemoryBlocks, iterate, merge_positions, permutation, resumed_position
 from hfgpt.data.tokenization import Encoder, load_tokenizer
 from hfgpt.errors import UserError
 
@@ -399,11 +399,12 @@ def wait_for(condition, seconds):
 
 
 def test_changed_settings_are_named(stream):
-    check_fingerprint(json.loads(json.dumps(stream.fingerprint)), stream.fingerprint)
+    assert resumed_position(stream, json.loads(json.dumps(stream.fingerprint)), stream.start) == (stream.start, "")
     saved = {"seed": 1, "blocks_per_step": 64, "dataset.hash": "y", "dataset.name": None, "held_out": "last tenth"}
     changed = {"seed": 2, "blocks_per_step": 32, "dataset.hash": "x", "dataset.name": "en", "held_out": "other"}
     with pytest.raises(UserError) as error:
-        check_fingerprint({**stream.fingerprint, **saved}, {**stream.fingerprint, **changed})
+        now = dataclasses.replace(stream, fingerprint={**stream.fingerprint, **changed})
+        resumed_position(now, {**stream.fingerprint, **saved}, stream.start)
     for named in (
         ": seed (1 then, 2 now); tokens_per_step in blocks (64 then, 32 now); dataset hash (y then, x now)",
         "dataset_name (None then, en now); eval_dataset or the rule to hold out (last tenth then, other now)",

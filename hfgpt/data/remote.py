@@ -1,0 +1,135 @@
+"""Text on the Hub: which files a dataset has, and patience with faults on the way to them."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pyarrow as pa
+
+from hfgpt.errors import RunError, UserError
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+# What reading a broken file raises; a faulty transfer raises it too, so a remote file is read this often.
+BROKEN = (EOFError, zlib.error, pa.ArrowException, UnicodeDecodeError)
+TRIES_OF_A_BROKEN_FILE = 3
+LONGEST_PAUSE_SECONDS = 60.0
+
+# What this process had to try again since `take_events` was called last.
+_events: list[dict[str, Any]] = []
+
+
+def take_events() -> list[dict[str, Any]]:
+    """The records of retries since the last call: `what, reason, tries, waited_seconds`."""
+    events, _events[:] = list(_events), []
+    return events
+
+
+def patiently(read: Callable[[], T], what: str, patience_seconds: float) -> T:
+    """What `read` returns, called again with growing pauses while the way to it fails.
+
+    A refusal (no such file, no right to it) is raised at once. Raises RunError after `patience_seconds` of failing,
+    and what a broken file raises when it has been read a few times to the same end.
+    """
+    began, pause, tries, broken = time.monotonic(), 1.0, 0, 0
+    while True:
+        try:
+            return read()
+        except Exception as error:
+            broken += isinstance(error, BROKEN)
+            if not (isinstance(error, BROKEN) or is_passing(error)) or broken == TRIES_OF_A_BROKEN_FILE:
+                raise
+            tries, waited, reason = tries + 1, time.monotonic() - began, first_line(error)
+            if waited > patience_seconds:
+                raise RunError(f"{what} could not be read for {waited:.0f} s ({reason})") from error
+            pause = max(pause, _asked_pause(error))
+            _events.append({"what": what, "reason": reason, "tries": tries, "waited_seconds": waited})
+            logger.warning("%s: %s; trying again in %.0f s", what, reason, pause)
+            time.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+
+
+def is_passing(error: BaseException) -> bool:
+    """Whether a fault may pass: of the network or of a busy server, here or among the causes of `error`."""
+    for cause in _causes(error):
+        status = getattr(getattr(cause, "response", None), "status_code", None)
+        if status is not None:
+            return status in (408, 425, 429) or status >= 500
+        # The HTTP client's own faults are no OSError, and the package that has them has changed.
+        if isinstance(cause, ConnectionError | TimeoutError) or "TransportError" in {
+            base.__name__ for base in type(cause).__mro__
+        }:
+            return True
+    return type(error) is OSError and error.errno is None  # a transfer that came out too short
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _asked_pause(error: BaseException) -> float:
+    """Seconds that a server asks to be left alone by Retry-After, else 0."""
+    for cause in _causes(error):
+        with contextlib.suppress(AttributeError, KeyError, ValueError):
+            return float(cause.response.headers["Retry-After"])  # type: ignore[attr-defined]
+    return 0.0
+
+
+def hub_files(
+    dataset: str, name: str | None, split: str, revision: str | None, patience_seconds: float
+) -> tuple[list[str], str]:
+    """Files of one split, as URLs (hf://datasets/ID@COMMIT/PATH) or in the local cache when offline, and the commit.
+
+    Raises UserError for what is not there or not allowed.
+    """
+    from datasets import load_dataset_builder
+    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub.constants import HF_HUB_OFFLINE
+
+    asked = {"dataset": dataset, "dataset_name": name, "dataset_revision": revision}
+    given = ", ".join(f"{key}={value}" for key, value in asked.items() if value)
+
+    def resolve() -> tuple[Any, str]:
+        if HF_HUB_OFFLINE:
+            folder = snapshot_download(dataset, repo_type="dataset", revision=revision, local_files_only=True)
+            return load_dataset_builder(folder, name).config.data_files or {}, Path(folder).name
+        commit = HfApi().dataset_info(dataset, revision=revision).sha
+        return load_dataset_builder(dataset, name, revision=commit).config.data_files or {}, str(commit)
+
+    try:
+        with quiet_hub():
+            splits, commit = patiently(resolve, given, patience_seconds)
+    except RunError as error:
+        raise UserError(f"{given}: no local file, and the Hub cannot be reached: {error}") from error
+    except Exception as error:  # not found, not allowed, unknown configuration: each of its own type
+        way_out = "; HF_HUB_OFFLINE is set, so only what is cached can be used" if HF_HUB_OFFLINE else ""
+        raise UserError(f"{given}: no local file, and not usable from the Hub: {first_line(error)}{way_out}") from error
+    if split not in splits:
+        raise UserError(f"dataset_split={split}: {dataset} has no such split; it has {', '.join(map(str, splits))}")
+    return list(splits[split]), commit
+
+
+@contextlib.contextmanager
+def quiet_hub() -> Iterator[None]:
+    """Keep the Hub client from logging each of its own retries: what comes of them is told in one line."""
+    client = logging.getLogger("huggingface_hub")
+    level = client.level
+    client.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        client.setLevel(level)
+
+
+def first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).split("\n")[0]
