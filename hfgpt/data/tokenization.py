@@ -14,6 +14,7 @@ import xxhash
 from tokenizers import ByteLevelBPETokenizer, Tokenizer, decoders, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from hfgpt.data.fast_encoding import LONGEST_TEXT, encode_fast, fast_encoding
 from hfgpt.data.remote import quiet_hub
 from hfgpt.errors import UserError
 
@@ -117,6 +118,7 @@ class Encoder:
         # A copy of our own, because transformers resets the flag on its own.
         self._backend = Tokenizer.from_str(json.dumps({**specification, "truncation": None, "padding": None}))
         self._backend.encode_special_tokens = True
+        self._fast = fast_encoding(tokenizer) if self._characters is None else None
 
     def __reduce__(self) -> Any:
         return Encoder, (self._tokenizer,)  # the backend forgets the flag when it is pickled
@@ -126,6 +128,8 @@ class Encoder:
         first = [] if self.separator_id is None else [self.separator_id]
         if not first:
             texts = [text if text.endswith("\n") else text + "\n" for text in texts]
+        if self._fast is not None and all(len(text) < LONGEST_TEXT for text in texts):
+            return [encode_fast(self._fast, first, text) for text in texts]
         if self._characters is None:
             encodings = self._backend.encode_batch_fast(texts, add_special_tokens=False)
             return [np.array(first + encoding.ids, np.int32) for encoding in encodings]

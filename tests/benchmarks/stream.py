@@ -7,8 +7,8 @@ median of a few rounds is taken, each of which measures all candidates one after
 from __future__ import annotations
 
 import argparse
+import copy
 import dataclasses
-import json
 import os
 import statistics
 import subprocess
@@ -27,13 +27,13 @@ import numpy as np
 import torch
 from hub_server import HubServer
 
+from hfgpt.config import PretrainConfig
 from hfgpt.data import prepare_data
 from hfgpt.data.sources import Source, open_source
 from hfgpt.data.stream import DocumentStream, iterate
-from hfgpt.data.tokenization import Encoder, load_tokenizer, save_tokenizer
+from hfgpt.data.tokenization import load_tokenizer, save_tokenizer
 
 LENGTH, BLOCKS = 1024, 8
-SHAPE = {"seed": 0, "sequence_length": LENGTH, "blocks_per_step": BLOCKS}
 
 
 def main() -> None:
@@ -58,6 +58,10 @@ def main() -> None:
         measure_resume(large, tokenizer, Path(folder))
 
 
+def config(dataset: str, tokenizer: str) -> PretrainConfig:
+    return PretrainConfig(dataset=dataset, tokenizer=tokenizer, sequence_length=LENGTH, streaming=True, max_steps=1)
+
+
 def write_large_file(path: Path, characters: int = 100_000_000) -> list[str]:
     """The embedded documents again and again, each with a number so that no two are equal; 1,000 to a row group."""
     import pyarrow as pa
@@ -74,26 +78,27 @@ def write_large_file(path: Path, characters: int = 100_000_000) -> list[str]:
 
 
 def measure_rates(dataset: str, tokenizer: str, tokens: int, rounds: int) -> None:
-    data = prepare_data(dataset=dataset, tokenizer=tokenizer, n_positions=LENGTH, streaming=True, **SHAPE)
+    data = prepare_data(config(dataset, tokenizer), BLOCKS)
     assert isinstance(data.train, DocumentStream)
     source, texts = sample(data.train.source, 5 * tokens)
     stream = dataclasses.replace(data.train, source=source)
     print(f"{len(texts):,} documents of {sum(map(len, texts)):,} characters, {len(source.units)} units")
 
-    backend = stream.encoder._backend
+    plain = copy.copy(stream.encoder)
+    plain._fast = None
+    backend, encoding = plain._backend, stream.encoder._fast
     candidates: dict[str, Callable[[], int]] = {
         "encode_batch_fast": lambda: bare(lambda batch: map(len, backend.encode_batch_fast(batch)), texts, tokens),
-        "our stream": lambda: ours(stream, tokens),
+        "our stream": lambda: ours(dataclasses.replace(stream, encoder=plain), tokens),
         "usual chain": lambda: usual_chain(dataset, data.tokenizer, tokens),
     }
-    encoding = tiktoken_encoding(data.tokenizer)
     if encoding is not None:
-        fast_stream = dataclasses.replace(stream, encoder=TiktokenEncoder(encoding, stream.encoder))
-        check_equal_ids(stream.encoder, fast_stream.encoder, texts)
+        pairs = zip(stream.encoder.encode(texts), plain.encode(texts), strict=True)
+        print(f"tiktoken gives other ids in {sum(not np.array_equal(*pair) for pair in pairs)} documents")
         candidates["tiktoken"] = lambda: bare(
             lambda batch: map(len, map(encoding.encode_ordinary, batch)), texts, tokens
         )
-        candidates["our stream, tiktoken"] = lambda: ours(fast_stream, tokens)
+        candidates["our stream, tiktoken"] = lambda: ours(stream, tokens)
     rates: dict[str, list[float]] = {name: [] for name in candidates}
     for _ in range(rounds):
         for name, run in candidates.items():
@@ -165,69 +170,6 @@ def usual_chain(dataset: str, tokenizer: Any, tokens: int) -> int:
     return sum(block["input_ids"].numel() for block in islice(blocks, -(-tokens // LENGTH)))
 
 
-def tiktoken_encoding(tokenizer: Any) -> Any:
-    """A `tiktoken.Encoding` that gives the ids of a byte-level BPE, or None where it might not or is not installed.
-
-    tiktoken joins the pair whose *result* has the lowest id, the tokenizer the pair listed first. The two agree if
-    each entry is a byte or the result of one merge, ids in the order of merges, and each entry's own text comes out
-    as that entry: then whatever else tiktoken could join to an entry never stands side by side.
-    """
-    try:
-        import tiktoken
-    except ImportError:
-        return None
-    from transformers.convert_slow_tokenizer import bytes_to_unicode
-
-    backend = tokenizer.backend_tokenizer
-    specification = json.loads(backend.to_str())
-    model, splitter = specification["model"], specification["pre_tokenizer"] or {}
-    byte_of = {character: byte for byte, character in bytes_to_unicode().items()}
-    options = "dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback", "ignore_merges"
-    if (
-        model["type"] != "BPE"
-        or any(model.get(option) for option in options)
-        or specification["normalizer"] is not None
-        or splitter.get("type") != "ByteLevel"
-        or splitter["add_prefix_space"]
-        or not splitter.get("use_regex", True)
-        or not all(added["special"] for added in specification["added_tokens"])
-    ):
-        return None
-    special = {added["content"] for added in specification["added_tokens"]}
-    vocabulary = {token: i for token, i in model["vocab"].items() if token not in special}
-    merged = ["".join(merge.split(" ") if isinstance(merge, str) else merge) for merge in model["merges"]]
-    ids = [vocabulary.get(token, -1) for token in merged]
-    if (
-        sorted(vocabulary) != sorted([*byte_of, *merged])
-        or ids != sorted(ids)
-        or any(len(backend.model.tokenize(token)) != 1 for token in merged)
-    ):
-        return None
-    ranks = {bytes(byte_of[character] for character in token): i for token, i in vocabulary.items()}
-    # The pattern of GPT-2 in tiktoken's own, faster form.
-    pattern = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
-    return tiktoken.Encoding("converted", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
-
-
-class TiktokenEncoder:
-    """Stands in for `Encoder`. tiktoken panics at a million whitespace characters in a row."""
-
-    def __init__(self, encoding: Any, encoder: Encoder) -> None:
-        self.encoding, self.encoder, self.separator_id = encoding, encoder, encoder.separator_id
-
-    def encode(self, texts: list[str]) -> list[np.ndarray]:
-        if any(len(text) >= 1_000_000 for text in texts):
-            return self.encoder.encode(texts)
-        first = [] if self.separator_id is None else [self.separator_id]
-        return [np.array(first + self.encoding.encode_ordinary(text), np.int32) for text in texts]
-
-
-def check_equal_ids(encoder: Encoder, other: Any, texts: list[str]) -> None:
-    pairs = zip(encoder.encode(texts), other.encode(texts), strict=True)
-    different = sum(not np.array_equal(a, b) for a, b in pairs)
-    print(f"tiktoken gives other ids in {different} of {len(texts):,} documents")
-
-
 def measure_resume(large: Path, tokenizer: str, folder: Path) -> None:
     """Seconds from a position to its first batch, of the local file and over HTTP, in fresh processes."""
     content = large.read_bytes()
@@ -258,7 +200,7 @@ def resume_client(dataset: str, tokenizer: str) -> None:
     for phase in map(str.strip, sys.stdin):
         start = time.perf_counter()
         if phase == "open":
-            data = prepare_data(dataset=dataset, tokenizer=tokenizer, n_positions=LENGTH, streaming=True, **SHAPE)
+            data = prepare_data(config(dataset, tokenizer), BLOCKS)
             stream = data.train
             print(f"open, with validation held out: {time.perf_counter() - start:.2f} s", flush=True)
             continue
@@ -275,7 +217,9 @@ def cursor(stream: DocumentStream, i: int, phase: str) -> list[int]:
     if phase == "near":
         return [0, 0, 100, 0]
     parts = stream._epoch_parts(0)[i :: stream.streams]
-    return [0, len(parts) - 1, len(stream._rows(*parts[-1])) - 1, 0]
+    unit, part, count = parts[-1]
+    rows = stream.source.units[unit].rows
+    return [0, len(parts) - 1, rows * (part + 1) // count - rows * part // count - 1, 0]
 
 
 if __name__ == "__main__":

@@ -11,7 +11,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tokenizers import pre_tokenizers
 
+from hfgpt.data.fast_encoding import SAMPLE, fast_encoding
+from hfgpt.data.sources import open_source
 from hfgpt.data.tokenization import Encoder, load_tokenizer, save_tokenizer, token_byte_lengths, unknown_characters
 from hfgpt.errors import UserError
 
@@ -180,3 +183,21 @@ def test_impossible_tokenizers_are_named(name, message):
 def test_folder_without_a_tokenizer_is_named(tmp_path):
     with pytest.raises(UserError, match=f"tokenizer={tmp_path}"):
         load_tokenizer(str(tmp_path), lambda: TEXTS, 64)
+
+
+def test_the_fast_encoding_gives_the_same_ids_or_is_not_used():
+    pytest.importorskip("tiktoken")
+    source = open_source("embedded")
+    texts = [row for row in source.read(source.units[0])[::10] if isinstance(row, str)]
+    tokenizer = load_tokenizer("bpe-1000", lambda: texts, 64)
+    fast, plain = Encoder(tokenizer), Encoder(tokenizer)
+    assert fast._fast is not None
+    plain._fast = None
+    texts += ["", "x" * 1_000_000, " " * 1_000_001, *SAMPLE]
+    for ids, expected in zip(fast.encode(texts), plain.encode(texts), strict=True):
+        np.testing.assert_array_equal(ids, expected)
+    again = pickle.loads(pickle.dumps(fast))
+    np.testing.assert_array_equal(again.encode(["a b"])[0], plain.encode(["a b"])[0])
+    assert Encoder(load_tokenizer("char", lambda: texts, 64))._fast is None
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    assert fast_encoding(tokenizer) is None
