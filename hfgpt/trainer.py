@@ -7,8 +7,8 @@ import logging
 import time
 import uuid
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Sequence
+from contextlib import closing, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -60,7 +60,7 @@ class Pretrainer:
 
     def train(self) -> dict[str, Any]:
         self.setup()
-        with self.signals, self.saver:
+        with self.signals, self.saver, closing(self.batches):
             self.start_run()
             while self.state.global_step < self.max_steps and not self.control.should_training_stop:
                 mine, whole = self.next_batch()
@@ -170,7 +170,7 @@ class Pretrainer:
         self.learning_rate = learning_rate_schedule(config, self.schedule_steps)
         self.model, self.optimizer = accelerator.prepare(model, self.raw_optimizer)
         self.model.train()
-        self.batches: Iterator[StepBatch] = iterate(
+        self.batches = iterate(
             self.data.train,
             position,
             rank=accelerator.process_index,

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import numpy as np
-
 # A million whitespace characters in a row end tiktoken in a panic.
 LONGEST_TEXT = 1_000_000
 
@@ -70,11 +68,3 @@ def fast_encoding(tokenizer: Any) -> Any:
         if encoding.encode_ordinary(text) != backend.encode(text, add_special_tokens=False).ids:
             return None
     return encoding
-
-
-def encode_fast(encoding: Any, first: list[int], text: str) -> np.ndarray:
-    """int32 ids of `first` and of `text`, which is shorter than LONGEST_TEXT."""
-    ids = encoding.encode_to_numpy(text, disallowed_special=())
-    result = np.empty(len(first) + len(ids), np.int32)
-    result[: len(first)], result[len(first) :] = first, ids
-    return result

@@ -15,7 +15,7 @@ import os
 import signal
 import sys
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, NamedTuple
@@ -241,7 +241,7 @@ def _read(source: Source, unit: Unit) -> list[str | Unusable]:
 
 def iterate(
     stream: Stream, position: dict[str, Any] | None, *, rank: int = 0, world: int = 1, num_workers: int = 0
-) -> Iterator[StepBatch]:
+) -> Generator[StepBatch, None, None]:
     """This process's share of each step, endless, from `position` (of all processes; None: the start) on.
 
     With workers the steps are made ahead of time in background processes. Raises `UserError` if the step cannot be
@@ -296,7 +296,7 @@ def _end_with_parent() -> None:
         os._exit(1)  # it ended before
 
 
-def _from_workers(share: _Share, workers: int) -> Iterator[StepBatch]:
+def _from_workers(share: _Share, workers: int) -> Generator[StepBatch, None, None]:
     generator = torch.Generator()  # or the loader would draw from the global one, which training uses
     items = iter(torch.utils.data.DataLoader(share, None, num_workers=workers, generator=generator))
     try:

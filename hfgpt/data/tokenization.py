@@ -14,7 +14,7 @@ import xxhash
 from tokenizers import ByteLevelBPETokenizer, Tokenizer, decoders, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from hfgpt.data.fast_encoding import LONGEST_TEXT, encode_fast, fast_encoding
+from hfgpt.data.fast_encoding import LONGEST_TEXT, fast_encoding
 from hfgpt.data.remote import quiet_hub
 from hfgpt.errors import UserError
 
@@ -129,7 +129,7 @@ class Encoder:
         if not first:
             texts = [text if text.endswith("\n") else text + "\n" for text in texts]
         if self._fast is not None and all(len(text) < LONGEST_TEXT for text in texts):
-            return [encode_fast(self._fast, first, text) for text in texts]
+            return [np.array(first + self._fast.encode_ordinary(text), np.int32) for text in texts]
         if self._characters is None:
             encodings = self._backend.encode_batch_fast(texts, add_special_tokens=False)
             return [np.array(first + encoding.ids, np.int32) for encoding in encodings]
