@@ -141,3 +141,24 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON 
     facts["versions"] = ", ".join(f"{part} {number}" for part, number in facts["versions"].items())
     for key, value in facts.items():
         print(f"{key.replace('_', ' '):22} {'unknown' if value is None else value}")
+
+
+@app.command()
+def audit(
+    run: Annotated[Path, typer.Argument(help="Run folder.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Prove from a run's ledger what it was trained on: nothing repeated, skipped, or leaked into validation.
+
+    The stream is made again, without training, and compared step by step. Example: hfgpt audit out/run
+    """
+    from hfgpt.data.audit import audit as audited
+
+    facts = audited(run)
+    if as_json:
+        print(json.dumps(facts, indent=2))
+    else:
+        for key, value in facts.items():
+            print(f"{key.replace('_', ' '):22} {'none' if value in ([], {}) else value}")
+    if facts["problems"]:
+        raise RunError(f"run {run}: {'; '.join(facts['problems'])}")

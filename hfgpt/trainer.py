@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import xxhash
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast, TrainerCallback
 from transformers.trainer_callback import TrainerControl, TrainerState
@@ -25,7 +24,7 @@ from hfgpt.callbacks import CallbackArguments, MFUCallback, PerplexityCallback, 
 from hfgpt.config import PretrainConfig
 from hfgpt.configuration_hfgpt import model_config
 from hfgpt.data import TextData, prepare_data
-from hfgpt.data.stream import StepBatch, iterate, resumed_position, side_by_side
+from hfgpt.data.stream import StepBatch, batch_hash, iterate, resumed_position, side_by_side
 from hfgpt.data.tokenization import save_tokenizer
 from hfgpt.device import choose_compile, device_name, memory_bytes, peak_memory_bytes, start_accelerator, step_seed
 from hfgpt.distributed import HostGroup
@@ -235,8 +234,7 @@ class Pretrainer:
         self.position = batch.position
         self.skipped_rows.update(batch.skipped)
         self.guard.add(Step(step, self.learning_rate(step), loss, grad_norm))
-        blocks = np.ascontiguousarray(batch.blocks, dtype="<i4")  # of all processes, in the stream's own order
-        self.run.record_text(step=step, batch_hash=xxhash.xxh3_64_hexdigest(blocks.data), position=batch.position)
+        self.run.record_text(step=step, batch_hash=batch_hash(batch.blocks), position=batch.position)
         for event in batch.retries:
             self._record(event="stream_retry", **event)
         if step == self.max_steps:

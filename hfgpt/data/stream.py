@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch.utils.data
+import xxhash
 from numpy.lib.stride_tricks import sliding_window_view
 
 from hfgpt.data.remote import take_events
@@ -321,6 +322,11 @@ def side_by_side(parts: Sequence[StepBatch]) -> StepBatch:
         [origins for part in parts for origins in part.documents],
         [event for part in parts for event in part.retries],
     )
+
+
+def batch_hash(blocks: np.ndarray) -> str:
+    """xxh3_64 (hex) of a step's blocks as little-endian int32, in the stream's own order."""
+    return xxhash.xxh3_64_hexdigest(np.ascontiguousarray(blocks, dtype="<i4").data)
 
 
 def merge_positions(positions: list[dict[str, Any]]) -> dict[str, Any]:
