@@ -94,6 +94,7 @@ class PretrainConfig:
     max_grad_norm: float = _f(1.0, "gradient clipping; 0: none", NOT_NEGATIVE)
     mixed_precision: Literal["auto", "bf16", "fp16", "no"] = _f("auto", "auto: the best this device can do")
     torch_compile: bool | Auto = _f("auto", "auto: where there is a compiler and the run repays it")
+    document_masking: bool = _f(False, "attention stays within a document, positions restart; GPT-2 does neither")
     gradient_checkpointing: bool = _f(False, "recompute activations in backward: less memory, more time")
     logging_steps: int = _f(10, "steps between training records", POSITIVE)
     eval_steps: int = _f(250, "steps between evaluations, also after the last step; 0: never", NOT_NEGATIVE)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -35,11 +36,12 @@ def evaluate(
     sequence_length: int,
     batch_size: int,
     token_bytes: np.ndarray | None,
+    attention: Callable[[torch.Tensor], dict[str, Any]] = lambda ids_BT: {},
 ) -> dict[str, Any]:
     """Figures of `model` on `tokens` (N,): `eval_loss` (nats per token), `eval_bits_per_byte` (None where the bytes
     of tokens are unknown), `eval_tokens`, `eval_seconds`; sums over all processes.
 
-    Batches all have one shape, so nothing is compiled twice.
+    Batches all have one shape, so nothing is compiled twice. `attention`: further arguments of the model for a batch.
     """
     began = time.perf_counter()
     world, device = accelerator.num_processes, accelerator.device
@@ -48,10 +50,11 @@ def evaluate(
     was_training = model.training
     model.eval()
     one = torch.ones((), device=device)
-    sums = [
-        model(input_ids=ids.to(device), shift_labels=labels.to(device), num_items_in_batch=one, use_cache=False).loss
-        for ids, labels in zip(inputs, targets, strict=True)
-    ]
+    sums = []
+    for ids, labels in zip(inputs, targets, strict=True):
+        ids, labels = ids.to(device), labels.to(device)
+        options = {"num_items_in_batch": one, "use_cache": False, **attention(ids)}
+        sums.append(model(input_ids=ids, shift_labels=labels, **options).loss)
     model.train(was_training)
     # In float64, on the CPU as not every device has it.
     nll = sum(gather_object([torch.stack(sums).cpu().double().sum().item()]))

@@ -7,7 +7,7 @@ import logging
 import time
 import uuid
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing, nullcontext
 from functools import partial
 from pathlib import Path
@@ -33,7 +33,7 @@ from hfgpt.evaluation import evaluate
 from hfgpt.flops import parameter_counts
 from hfgpt.guard import Step, StepGuard
 from hfgpt.hub import model_card
-from hfgpt.modeling_hfgpt import GPT2LMHeadModel
+from hfgpt.modeling_hfgpt import GPT2LMHeadModel, document_attention
 from hfgpt.optim import build_optimizer, learning_rate_schedule
 from hfgpt.plan import Plan, check_memory, run_facts
 from hfgpt.run_folder import RunFolder
@@ -112,7 +112,8 @@ class Pretrainer:
             # The processes exchange gradients once per step, after the last micro-batch.
             sync = nullcontext() if index == len(micro_batches) else accelerator.no_sync(self.model)
             with sync:
-                micro_loss = self.model(input_ids=ids, shift_labels=labels, num_items_in_batch=num_targets).loss
+                options = {"num_items_in_batch": num_targets, **self.attention(ids)}
+                micro_loss = self.model(input_ids=ids, shift_labels=labels, **options).loss
                 accelerator.backward(micro_loss * world)  # the exchange takes the mean over processes
             loss += micro_loss.detach()
         if world > 1:
@@ -152,6 +153,10 @@ class Pretrainer:
         model = GPT2LMHeadModel(model_config(config.model, vocab_size=len(tokenizer), **ids)).to(device)
         if model.generation_config.pad_token_id is None:  # a batch of prompts needs one; GPT-2 names none
             model.generation_config.pad_token_id = tokenizer.eos_token_id
+        self.attention: Callable[[Tensor], dict[str, Any]] = lambda ids_BT: {}
+        if config.document_masking:
+            flex = self.compile.enabled and device.type == "cuda" and model.config.attn_pdrop == 0
+            self.attention = partial(document_attention, separator_id=tokenizer.eos_token_id, flex=flex)
         self.raw_model, self.raw_optimizer = model, build_optimizer(model, config)
         if config.gradient_checkpointing:
             getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
@@ -177,17 +182,9 @@ class Pretrainer:
             num_workers=config.dataloader_num_workers,
         )
         self.position = position or self.data.train.start
-        self.plan = Plan(
-            config=config,
-            model=model.config,
-            batch=self.batch,
-            max_steps=self.max_steps,
-            precision=self.precision,
-            compile=self.compile,
-            device=device_name(device),
-            text=self.data.description,
-            checkpoint_folder=str(self.run.checkpoint(self.max_steps)),
-        )
+        choices = (self.precision, self.compile, device_name(device))
+        target = str(self.run.checkpoint(self.max_steps))
+        self.plan = Plan(config, model.config, self.batch, self.max_steps, *choices, self.data.description, target)
         self.mfu_callback = MFUCallback(
             tokens_per_step=self.batch.tokens_per_step,
             sequence_length=config.sequence_length,
@@ -266,6 +263,7 @@ class Pretrainer:
             sequence_length=self.config.sequence_length,
             batch_size=self.config.per_device_eval_batch_size or self.batch.micro_batch,
             token_bytes=self.data.token_bytes,
+            attention=self.attention,
         )
         self.control = self.handler.on_log(self.args, self.state, self.control, metrics)
         self.control = self.handler.on_evaluate(self.args, self.state, self.control, metrics)

@@ -20,7 +20,7 @@ from hfgpt import PerplexityCallback, modeling_hfgpt
 from hfgpt.configuration_hfgpt import MODEL_SIZES, model_config
 from hfgpt.errors import UserError
 from hfgpt.flops import parameter_counts
-from hfgpt.modeling_hfgpt import GPT2LMHeadModel, head_loss
+from hfgpt.modeling_hfgpt import GPT2LMHeadModel, document_attention, head_loss
 from hfgpt.optim import parameter_groups
 
 V, T = 97, 32
@@ -413,3 +413,23 @@ def test_more_tokens_than_positions_are_refused_with_both_numbers(ids):
             model.generate(ids[:, :-3], max_new_tokens=5, **options)
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     assert torch.equal(compiled(ids, shift_labels=ids).loss, model(ids, shift_labels=ids).loss)
+
+
+@torch.no_grad()
+def test_masked_documents_are_alone_and_plain_causal_ones_are_not():
+    """Packed [A | B]: B's logits do not depend on A, and equal those of B by itself (cases of packed attention)."""
+    model, separator = tiny().eval(), 96
+    a, b = torch.randint(0, 96, (2, 7)), torch.randint(0, 96, (2, 9))
+    start = torch.full((2, 1), separator)
+    packed, other = (torch.cat([start, first, start, b], 1) for first in (a, (a + 1) % 96))
+    alone = model(torch.cat([start, b], 1)).logits
+    for flex in (False, True):
+        masked = [model(ids, **document_attention(ids, separator, flex)).logits[:, 8:] for ids in (packed, other)]
+        torch.testing.assert_close(masked[0], masked[1], atol=0, rtol=0)
+        torch.testing.assert_close(masked[0], alone, atol=1e-5, rtol=0)
+    for mask in (None, torch.ones_like(packed)):  # an all-ones mask says nothing of documents
+        plain = [model(ids, attention_mask=mask).logits[:, 8:] for ids in (packed, other)]
+        assert (plain[0] - plain[1]).abs().max() > 1e-3
+    cut = packed[:, 3:]  # a block that begins inside a document
+    positions = document_attention(cut, separator)["position_ids"]
+    assert positions[0].tolist() == [*range(5), *range(10)]

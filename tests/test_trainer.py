@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
 import json
 import os
 import subprocess
@@ -11,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
@@ -416,3 +419,24 @@ def test_resuming_from_an_earlier_step_leaves_the_later_course_aside(config):
     assert [path.name for path in again.run.checkpoints()] == ["checkpoint-5"]
     assert (again.run.path / "checkpoint-latest").resolve().name == "checkpoint-5"
     assert len(list(again.run.path.glob("abandoned-*-checkpoint-*"))) == 2
+
+
+def test_document_masking_trains_on_documents_alone(config, document_folder):
+    """The loss of a step is that of its documents one by one, at positions from 0 on."""
+    options = {"dataset": str(document_folder), "tokenizer": "bpe-300", "sequence_length": 32, "max_steps": 1}
+    model = {**MODEL, "n_positions": 32}
+    pretrainer = Pretrainer(config(**options, model=model, document_masking=True, dataloader_num_workers=0))
+    pretrainer.setup()
+    untrained = copy.deepcopy(pretrainer.raw_model)
+    batch = next(pretrainer.batches)
+    loss, _ = pretrainer.training_step(*pretrainer.to_tensors(batch.blocks), step=1)
+    separator, total, count = pretrainer.data.tokenizer.eos_token_id, 0.0, 0
+    for block in torch.from_numpy(batch.blocks).long():
+        borders = [0, *((block[1:-1] == separator).nonzero().flatten() + 1).tolist(), len(block) - 1]
+        for start, stop in itertools.pairwise(borders):
+            logits = untrained(input_ids=block[None, start:stop]).logits[0]
+            total += F.cross_entropy(logits, block[start + 1 : stop + 1], reduction="sum").item()
+            count += stop - start
+    assert count == batch.blocks[:, 1:].size and loss.item() == pytest.approx(total / count, abs=1e-5)
+    with pytest.raises(UserError, match="document_masking: tokenizer=char"):
+        Pretrainer(config("char", document_masking=True)).train()

@@ -92,6 +92,8 @@ def prepare_data(
         n_positions = model_fields(config.model).get("n_positions", 1024)
         tokenizer = load_tokenizer(config.tokenizer, lambda: texts, n_positions)
     encoder = Encoder(tokenizer)
+    if config.document_masking and encoder.separator_id is None:
+        raise UserError(f"document_masking: tokenizer={config.tokenizer} puts no end-of-text between documents")
     fingerprint = {f"dataset.{key}": value for key, value in source.fingerprint.items()}
     shape = {"seed": seed, "sequence_length": config.sequence_length, "blocks_per_step": blocks_per_step}
     fingerprint |= {"tokenizer": encoder.fingerprint, "held_out": rule, **shape}
