@@ -13,7 +13,7 @@ def convert(value: Any, hint: Any) -> Any:
     """`value` (text from a command line, or YAML) as the type `hint`; ValueError where it is not one."""
     origin, options = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
-        for option in options:
+        for option in sorted(options, key=lambda option: option is not type(None)):  # "none" is no name
             try:
                 return convert(value, option)
             except ValueError:

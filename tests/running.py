@@ -21,11 +21,18 @@ TINY += ["--eval_steps", "0", "--logging_steps", "1"]
 
 
 class Run:
-    """A tiny endless run of the quickstart on documents, in `folder`."""
+    """A tiny endless run on documents, in `folder`."""
 
-    def __init__(self, launcher: list[str], folder: Path, *flags: str, env: dict[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        launcher: list[str],
+        folder: Path,
+        *flags: str,
+        recipe: str = "quickstart",
+        env: dict[str, str] | None = None,
+    ) -> None:
         self.folder, self.errors = folder, folder.with_suffix(".err")
-        command = [*launcher, str(ROOT / "recipes" / "quickstart.py"), "--output_dir", str(folder), *TINY]
+        command = [*launcher, str(ROOT / "recipes" / f"{recipe}.py"), "--output_dir", str(folder), *TINY]
         command += ["--streaming", "true", "--max_steps", "1000000", *flags]
         self.process = subprocess.Popen(
             command,
@@ -36,9 +43,9 @@ class Run:
             start_new_session=True,
         )
 
-    def end(self) -> str:
+    def end(self, seconds: float = 60) -> str:
         """Wait for the end; what was said on stderr."""
-        self.process.wait(timeout=60)
+        self.process.wait(timeout=seconds)
         return self.errors.read_text()
 
     def records(self, key: str = "step") -> list[dict]:

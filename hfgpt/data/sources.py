@@ -11,6 +11,7 @@ import contextlib
 import difflib
 import functools
 import glob
+import gzip
 import json
 import logging
 import os
@@ -38,6 +39,7 @@ T = TypeVar("T")
 
 IN_MEMORY_BYTES = 16 * 2**20
 SPAN_BYTES = 2 * 2**20
+READ_AHEAD_BYTES = 4 * 2**20
 GZIP_SPAN_BYTES = 32 * 2**20
 START_PATIENCE_SECONDS = 120.0
 TEXT_DOCUMENT_BYTES = 64 * 2**10
@@ -235,7 +237,7 @@ def _identity(files: list[str]) -> str:
     root = os.path.commonpath([os.path.dirname(file) for file in files])
     identity = xxhash.xxh3_64()
     for file in files:
-        with _opened(file, compression=None) as handle:
+        with _opened(file, uncompressed=False) as handle:
             head = handle.read(SAMPLE_BYTES)
             size = handle.seek(0, os.SEEK_END)
             handle.seek(max(len(head), size - SAMPLE_BYTES))
@@ -244,13 +246,32 @@ def _identity(files: list[str]) -> str:
 
 
 @contextlib.contextmanager
-def _opened(file: str, compression: str | None = "infer") -> Iterator[Any]:
-    """The file, open to read and uncompressed."""
+def _opened(file: str, uncompressed: bool = True) -> Iterator[Any]:
+    """The file, open to read, and uncompressed unless asked otherwise. Each read of a remote one is one request."""
     filesystem, path = url_to_fs(file)
-    # A read is one request, and what `readline` asks for at a time is small.
-    options = {"block_size": 2**16, "cache_type": "none", "compression": compression}
-    with filesystem.open(path, "rb", **options) as handle:
-        yield handle
+    compressed = uncompressed and file.lower().endswith(".gz")
+    # gzip reads a few kilobytes at a time.
+    cache = {"block_size": READ_AHEAD_BYTES, "cache_type": "readahead"} if compressed else {"cache_type": "none"}
+    with filesystem.open(path, "rb", **cache) as raw:
+        handle = _Complete(raw) if "://" in file else raw
+        yield gzip.GzipFile(fileobj=handle) if compressed else handle
+
+
+class _Complete:
+    """A remote file that takes a short answer for the fault it is, where the client takes it for the file's end."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    def read(self, size: int | None = -1) -> bytes:
+        left = self._file.size - self._file.tell()
+        data = self._file.read(-1 if size is None else size)
+        if len(data) < (left if size is None or size < 0 else min(size, left)):
+            raise OSError("fewer bytes came than were asked for")
+        return data
 
 
 def _reading(file: str, read: Callable[[], T], patience_seconds: float) -> T:
@@ -271,7 +292,7 @@ def _reading(file: str, read: Callable[[], T], patience_seconds: float) -> T:
 
 def _file_units(file: str, text_column: str) -> tuple[list[Unit], int]:
     """The units of a file, and its size in bytes."""
-    with _opened(file, compression=None) as handle:
+    with _opened(file, uncompressed=False) as handle:
         head = handle.read(64)
         size = handle.seek(0, os.SEEK_END)
         handle.seek(max(0, size - 4))
@@ -326,15 +347,11 @@ def _read_lines(unit: Unit) -> bytes:
     with _opened(unit.file) as handle:
         handle.seek(start)
         data = handle.read() if unit.stop < 0 else handle.read(unit.stop - start)
-        size = getattr(handle, "size", None)  # of a remote file that is not compressed
-        if size is not None and len(data) < (size if unit.stop < 0 else min(unit.stop, size)) - start:
-            raise OSError("fewer bytes came than were asked for")
         if unit.start:
             _, _, data = data.partition(b"\n")
-        if data and not data.endswith(b"\n"):
-            data += handle.readline()
-            if size is not None and not data.endswith(b"\n") and handle.tell() < size:
-                raise OSError("fewer bytes came than were asked for")
+        while data and not data.endswith(b"\n") and (more := handle.read(2**16)):  # the rest of the last line
+            line, end, _ = more.partition(b"\n")
+            data += line + end
     return data.removeprefix(b"\xef\xbb\xbf")
 
 
