@@ -20,8 +20,10 @@ SAMPLE = (
 )
 
 
-def fast_encoding(tokenizer: Any) -> Any:
+def fast_encoding(backend: Any) -> Any:
     """A `tiktoken.Encoding` that gives the ids of a byte-level BPE, or None where it might not or is not installed.
+
+    `backend`: a `tokenizers.Tokenizer` for which special tokens in text are text (`encode_special_tokens`).
 
     tiktoken joins the pair whose *result* has the lowest id, the tokenizer the pair listed first. The two agree if
     each entry is a byte or the result of one merge, ids in the order of merges, and each entry's own text comes out
@@ -33,7 +35,6 @@ def fast_encoding(tokenizer: Any) -> Any:
         return None
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-    backend = tokenizer.backend_tokenizer
     specification = json.loads(backend.to_str())
     model, splitter = specification["model"], specification["pre_tokenizer"] or {}
     byte_of = {character: byte for byte, character in bytes_to_unicode().items()}
@@ -62,8 +63,6 @@ def fast_encoding(tokenizer: Any) -> Any:
     # GPT-2's splitting pattern, in the possessive form that cannot backtrack.
     pattern = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
     encoding = tiktoken.Encoding("converted", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
-    backend = type(backend).from_str(backend.to_str())
-    backend.encode_special_tokens = True
     for text in SAMPLE:
         if encoding.encode_ordinary(text) != backend.encode(text, add_special_tokens=False).ids:
             return None

@@ -118,7 +118,7 @@ class Encoder:
         # A copy of our own, because transformers resets the flag on its own.
         self._backend = Tokenizer.from_str(json.dumps({**specification, "truncation": None, "padding": None}))
         self._backend.encode_special_tokens = True
-        self._fast = fast_encoding(tokenizer) if self._characters is None else None
+        self._fast = fast_encoding(self._backend) if self._characters is None else None
 
     def __reduce__(self) -> Any:
         return Encoder, (self._tokenizer,)  # the backend forgets the flag when it is pickled

@@ -200,4 +200,4 @@ def test_the_fast_encoding_gives_the_same_ids_or_is_not_used():
     np.testing.assert_array_equal(again.encode(["a b"])[0], plain.encode(["a b"])[0])
     assert Encoder(load_tokenizer("char", lambda: texts, 64))._fast is None
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
-    assert fast_encoding(tokenizer) is None
+    assert fast_encoding(tokenizer.backend_tokenizer) is None
