@@ -314,9 +314,12 @@ def _file_units(file: str, text_column: str) -> tuple[list[Unit], int]:
     if _kind(file) == "text" and size <= IN_MEMORY_BYTES:
         return [Unit(file, rows=1, one_document=True)], size
     if file.lower().endswith(".gz"):
-        # Each span is reached by uncompressing what lies before, so they are large. The last has all that is left,
-        # as the length at the end of the file is that of its last part, modulo 2^32.
-        starts = range(0, max(1, int.from_bytes(tail, "little")), GZIP_SPAN_BYTES)
+        length = int.from_bytes(tail, "little")  # of the last part of the file, modulo 2^32
+        if size <= IN_MEMORY_BYTES:
+            with _opened(file) as handle:
+                length = handle.seek(0, os.SEEK_END)
+        # Each span is reached by uncompressing what lies before, so they are large. The last has all that is left.
+        starts = range(0, max(1, length), GZIP_SPAN_BYTES)
         return [Unit(file, start, start + GZIP_SPAN_BYTES) for start in starts[:-1]] + [Unit(file, starts[-1])], size
     return [Unit(file, start, min(start + SPAN_BYTES, size)) for start in range(0, size, SPAN_BYTES)], size
 
