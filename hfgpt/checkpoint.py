@@ -19,7 +19,6 @@ from typing import Any
 import torch
 import xxhash
 from safetensors.torch import load_file, save_file
-from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -214,7 +213,7 @@ def find_checkpoint(run: RunFolder, wanted: str) -> Path | None:
     return folder
 
 
-def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, torch.Tensor]]:
+def snapshot(model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, torch.Tensor]]:
     """Copies of `weights` by parameter name and of `optimizer` state as `<state>.<parameter name>`, on the CPU.
 
     To be called on all processes; the main one gets the tensors.
@@ -222,7 +221,8 @@ def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, di
     state: Any = get_optimizer_state_dict(model, optimizer, options=_WHOLE).get("state", {})
     tensors = {f"{key}.{name}": value for name, values in state.items() for key, value in values.items()}
     weights: Any = get_model_state_dict(model, options=_WHOLE)
-    weights.pop("lm_head.weight", None)  # tied to the embedding
+    if model.config.tie_word_embeddings:
+        weights.pop("lm_head.weight", None)  # is the embedding's
     return {"weights": _copied(weights), "optimizer": _copied(tensors)}
 
 
@@ -263,7 +263,7 @@ def load_model_and_optimizer(folder: Path, model: PreTrainedModel, optimizer: to
         raise UserError(f"resume_from_checkpoint={folder}: another model; " + "; ".join(changed))
     weights = load_file(folder / "model.safetensors")
     missing, unexpected = model.load_state_dict(weights, strict=False)
-    if unexpected or set(missing) - {"lm_head.weight"}:
+    if unexpected or set(missing) - ({"lm_head.weight"} if model.config.tie_word_embeddings else set()):
         raise UserError(f"{folder / 'model.safetensors'}: parameters differ: {[*missing, *unexpected]}")
     state: Any = get_optimizer_state_dict(model, optimizer, options=_WHOLE)
     for key, value in load_file(folder / STATE / "optimizer.safetensors").items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import difflib
 import math
@@ -16,7 +17,7 @@ from typing import Any, Literal
 import yaml
 
 from hfgpt.configuration_hfgpt import MODEL_SIZES, model_fields
-from hfgpt.convert import convert, describe
+from hfgpt.convert import NOT_CONVERTIBLE, convert, describe
 from hfgpt.errors import UserError
 
 Auto = Literal["auto"]
@@ -116,16 +117,24 @@ class PretrainConfig:
             value = getattr(self, spec.name)
             try:
                 object.__setattr__(self, spec.name, convert(value, hints[spec.name]))
-            except ValueError:
-                problems.append(f"{spec.name}={value}: must be {describe(hints[spec.name])}")
+            except NOT_CONVERTIBLE:
+                problems.append(f"{spec.name}={value!s:.200}: must be {describe(hints[spec.name])}")
                 unreadable.add(spec.name)
                 object.__setattr__(self, spec.name, spec.default)  # so that the others can be checked
         if problems := problems + self._problems(unreadable):
             raise UserError(*problems)
 
     @classmethod
-    def from_cli(cls, defaults: dict[str, Any] | None = None, argv: list[str] | None = None) -> PretrainConfig:
-        """The recipe's `defaults`, under `--config file.yaml`, under `--key value` of `argv` (default: sys.argv)."""
+    def from_cli(
+        cls,
+        defaults: dict[str, Any] | None = None,
+        argv: list[str] | None = None,
+        for_model: dict[str, dict[str, Any]] | None = None,
+    ) -> PretrainConfig:
+        """The recipe's `defaults`, under `--config file.yaml`, under `--key value` of `argv` (default: sys.argv).
+
+        `for_model`: further defaults where the model, or the size it starts from, is the one named.
+        """
         parser = argparse.ArgumentParser(allow_abbrev=False, argument_default=argparse.SUPPRESS)
         parser.add_argument("--config", metavar="FILE.yaml", nargs="?", const="", help="settings under the same keys")
         for spec in dataclasses.fields(cls):
@@ -143,7 +152,11 @@ class PretrainConfig:
                 raise UserError(f"{argument}: not a flag; settings are given as --key value")
             value_follows = argument.startswith("--") and "=" not in argument
         path = command_line.pop("config", None)
-        return cls.from_layers(defaults or {}, {} if path is None else _read_yaml(path), command_line)
+        layers = [defaults or {}, {} if path is None else _read_yaml(path), command_line]
+        model = next((layer["model"] for layer in reversed(layers) if "model" in layer), None)
+        with contextlib.suppress(*NOT_CONVERTIBLE):
+            model = convert(model, dict[str, Any]).get("size")
+        return cls.from_layers(layers[0], (for_model or {}).get(str(model), {}), *layers[1:])
 
     @classmethod
     def from_layers(cls, *layers: dict[str, Any]) -> PretrainConfig:
@@ -233,7 +246,7 @@ class PretrainConfig:
                     f"min_learning_rate={self.min_learning_rate}: lr_scheduler_type={self.lr_scheduler_type} has no "
                     f"such end; leave it out, or use {' or '.join(_WITH_MIN_LR)}"
                 )
-            elif not 0 <= self.min_learning_rate <= self.learning_rate:
+            elif sizes_fine and not 0 <= self.min_learning_rate <= self.learning_rate:
                 problems.append(f"min_learning_rate={self.min_learning_rate}: must be 0 to {self.learning_rate}")
         if self.lr_scheduler_type == "constant" and self.warmup_steps:
             problems.append(f"warmup_steps={self.warmup_steps}: a constant rate has none; use constant_with_warmup")
@@ -255,6 +268,8 @@ class PretrainConfig:
 
 
 def _read_yaml(path: str) -> dict[str, Any]:
+    if not path:
+        raise UserError("config: no file is named; give --config FILE.yaml")
     try:
         content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except OSError as error:

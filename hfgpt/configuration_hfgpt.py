@@ -9,7 +9,7 @@ from typing import Any
 from transformers import GPT2Config
 from transformers.activations import ACT2FN
 
-from hfgpt.convert import convert, describe
+from hfgpt.convert import NOT_CONVERTIBLE, convert, describe
 from hfgpt.errors import UserError
 
 _DROPOUTS = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
@@ -61,9 +61,11 @@ def model_fields(model: str | dict[str, Any]) -> dict[str, Any]:
             continue
         try:
             value = fields[key] = convert(value, _TYPES[key])
-        except ValueError:
+        except NOT_CONVERTIBLE:
             problems.append(f"{where}: must be {describe(_TYPES[key])}")
             continue
+        if key in ("layer_norm_epsilon", "initializer_range") and not 0 < value < 1:
+            problems.append(f"{where}: must be above 0 and below 1")
         if key in ("n_layer", "n_head", "n_embd", "n_positions", "n_inner") and value is not None and value < 1:
             problems.append(f"{where}: must be at least 1")
         if key in _DROPOUTS and not 0 <= value < 1:

@@ -8,6 +8,8 @@ from typing import Any, Literal
 
 import yaml
 
+NOT_CONVERTIBLE = (ValueError, TypeError, OverflowError)
+
 
 def convert(value: Any, hint: Any) -> Any:
     """`value` (text from a command line, or YAML) as the type `hint`; ValueError where it is not one."""

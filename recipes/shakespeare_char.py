@@ -29,9 +29,7 @@ ON_A_CARD = {"sequence_length": 256, "per_device_train_batch_size": 64, "max_ste
 
 
 def main() -> None:
-    config = PretrainConfig.from_cli(CONFIG)
-    if config.model == "char-gpu":
-        config = PretrainConfig.from_cli({**CONFIG, **ON_A_CARD})
+    config = PretrainConfig.from_cli(CONFIG, for_model={"char-gpu": ON_A_CARD})
     Pretrainer(config).train()
 
 

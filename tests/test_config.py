@@ -75,6 +75,24 @@ def test_values_given_in_python_are_converted_and_checked_too():
         PretrainConfig(**{**SMALL, "max_steps": "ten"})
 
 
+def test_values_of_no_use_are_named_whatever_they_are():
+    for key, value in (("max_steps", (1, 2)), ("max_steps", 10**400), ("learning_rate", object()), ("seed", {1})):
+        with pytest.raises(UserError, match=f"{key}=.*: must be a"):
+            PretrainConfig(**{**SMALL, key: value})
+    for field in ("layer_norm_epsilon: -1", "layer_norm_epsilon: .inf", "initializer_range: .nan"):
+        assert "must be above 0 and below 1" in problems("--model", f"{{size: char-cpu, {field}}}")[0]
+
+
+def test_defaults_of_a_model_apply_to_it_alone_and_give_way_to_what_is_stated():
+    for_gpu = {"char-gpu": {"sequence_length": 256, "per_device_train_batch_size": 64}}
+    for model in ("char-gpu", "{size: char-gpu, n_layer: 2}"):
+        config = PretrainConfig.from_cli(SMALL, ["--model", model, "--tokens_per_step", "16384"], for_gpu)
+        assert (config.sequence_length, config.batch(1).accumulation) == (256, 1)
+    config = PretrainConfig.from_cli(SMALL, ["--model", "char-gpu", "--sequence_length", "128"], for_gpu)
+    assert (config.sequence_length, config.per_device_train_batch_size) == (128, 64)
+    assert PretrainConfig.from_cli(SMALL, [], for_gpu).sequence_length == 64
+
+
 def test_unknown_flag_offers_the_nearest():
     (problem,) = problems("--gradient_acumulation_steps", "4")
     assert "--gradient_acumulation_steps" in problem and "--gradient_accumulation_steps?" in problem
@@ -165,7 +183,7 @@ def test_options_that_would_be_ignored_are_refused():
 
 def test_missing_or_broken_yaml(tmp_path):
     assert "nowhere.yaml" in problems("--config", "nowhere.yaml")[0]
-    assert "name an existing YAML file" in problems("--config")[0]
+    assert "give --config FILE.yaml" in problems("--config")[0]
     path = tmp_path / "broken.yaml"
     path.write_text("a: [1\n")
     assert "not YAML" in problems("--config", str(path))[0]

@@ -440,3 +440,15 @@ def test_document_masking_trains_on_documents_alone(config, document_folder):
     assert count == batch.blocks[:, 1:].size and loss.item() == pytest.approx(total / count, abs=1e-5)
     with pytest.raises(UserError, match="document_masking: tokenizer=char"):
         Pretrainer(config("char", document_masking=True)).train()
+
+
+def test_an_untied_head_is_saved_and_resumed(config):
+    model = {**MODEL, "tie_word_embeddings": False}
+    whole = trained(config("whole", model=model))
+    trained(config("cut", model=model, max_steps=4, lr_scheduler_type="constant", warmup_steps=0))
+    straight = trained(config("straight", model=model, lr_scheduler_type="constant", warmup_steps=0))
+    options = {"resume_from_checkpoint": "latest", "lr_scheduler_type": "constant", "warmup_steps": 0}
+    assert same_weights(trained(config("cut", model=model, **options)), straight)
+    stock, info = AutoModelForCausalLM.from_pretrained(whole.run.path / "checkpoint-latest", output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    assert torch.equal(stock.lm_head.weight, whole.raw_model.lm_head.weight)

@@ -354,8 +354,8 @@ def resumed_position(
     )
     if changes and not accept_changes:
         raise UserError(
-            f"resume_from_checkpoint: the text is not the one of this run: {words}; restore these values, go on with "
-            "the text as it is now with --accept_changed_text true, or start a new run in another output_dir"
+            f"resume_from_checkpoint: the text in its order is not that of this run: {words}; restore these values, go on "
+            "with it as it is now by --accept_changed_text true, or start a new run in another output_dir"
         )
     cursors = position.get("streams", [])
     same_form = len(cursors) == getattr(stream, "streams", 0)
