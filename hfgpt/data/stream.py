@@ -354,7 +354,7 @@ def resumed_position(
     )
     if changes and not accept_changes:
         raise UserError(
-            f"resume_from_checkpoint: the text in its order is not that of this run: {words}; restore these values, go on "
+            f"resume_from_checkpoint: text and order are not those of this run: {words}; restore these values, go on "
             "with it as it is now by --accept_changed_text true, or start a new run in another output_dir"
         )
     cursors = position.get("streams", [])
