@@ -159,6 +159,7 @@ def audit(
         print(json.dumps(facts, indent=2))
     else:
         for key, value in facts.items():
-            print(f"{key.replace('_', ' '):22} {'none' if value in ([], {}) else value}")
+            shown = "not checked" if value is None else "none" if value in ([], {}) else value
+            print(f"{key.replace('_', ' '):22} {shown}")
     if facts["problems"]:
         raise RunError(f"run {run}: {'; '.join(facts['problems'])}")

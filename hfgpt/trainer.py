@@ -237,8 +237,8 @@ class Pretrainer:
         if step == self.max_steps:
             self.control.should_log = self.control.should_save = True
             self.control.should_evaluate = config.eval_steps > 0
-        self.note_saved()
         self.control = self.handler.on_step_end(self.args, state, self.control)
+        self.note_saved()  # the clock of the step has been read
         if self.control.should_log:
             self.log()
         if self.control.should_evaluate:
@@ -282,6 +282,7 @@ class Pretrainer:
         tensors = checkpoint.snapshot(self.raw_model, self.raw_optimizer)
         if self.accelerator.is_main_process:
             self.saver.start(step, partial(self._fill, tensors, self._trainer_state(), self.position))
+        self.mfu_callback.on_save(self.args, self.state, self.control)  # the copy is outside the clock
 
     def note_saved(self, wait: bool = False) -> None:
         """Record a checkpoint that has been written since, or could not be."""

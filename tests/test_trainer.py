@@ -452,3 +452,10 @@ def test_an_untied_head_is_saved_and_resumed(config):
     stock, info = AutoModelForCausalLM.from_pretrained(whole.run.path / "checkpoint-latest", output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
     assert torch.equal(stock.lm_head.weight, whole.raw_model.lm_head.weight)
+
+
+def test_a_save_noted_between_steps_leaves_their_times_alone(config):
+    done = records(trained(config(save_steps=1, max_steps=30)))
+    seconds = [record["step_seconds"] for record in done]
+    assert min(seconds) > 0.0005
+    assert sum(seconds) == pytest.approx(done[-1]["wall_seconds"], rel=0.05)

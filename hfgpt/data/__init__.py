@@ -60,7 +60,7 @@ def prepare_data(
     in_memory = source.is_local and source.size_bytes <= IN_MEMORY_BYTES if streaming == "auto" else not streaming
     if config.tokenizer == "char" and tokenizer is None and source.size_bytes > CHARACTER_SCAN_BYTES:
         raise UserError("tokenizer=char: has to see all of the text, which is too large for that; use bpe-4096")
-    skipped, eval_skipped = Counter(bad_file=source.skipped_files), Counter[str]()
+    skipped, eval_skipped = +Counter(bad_file=source.skipped_files), Counter[str]()
     documents = list(_documents(source, source.units, skipped)) if in_memory else []
     if in_memory and not documents:
         raise UserError(f"dataset={config.dataset}: holds no usable document (passed over: {dict(skipped)})")

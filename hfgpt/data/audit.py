@@ -50,10 +50,11 @@ def audit(folder: str | Path) -> dict[str, Any]:
         "steps": len(steps),
         "steps_as_recorded": same,
         "tokens": same * facts["plan"]["tokens_per_step"],
-        "documents": seen.count,
-        "epochs_completed": seen.completed,
-        "validation_documents": len(seen.held_out),
-        "leaked": seen.leaked,
+        # Of a text in memory, which is one run of tokens, single documents are not told apart.
+        "documents": seen.count if seen.source else None,
+        "epochs_completed": seen.completed if seen.source else None,
+        "validation_documents": len(seen.held_out) if seen.source else None,
+        "leaked": seen.leaked if seen.source else None,
         "skipped_rows": dict(seen.skipped),
         "problems": problems,
     }
