@@ -15,13 +15,10 @@ class UserError(ValueError):
 
 
 class RunError(RuntimeError):
-    """A run that cannot go on, with its cause in one line; what it had reached is saved."""
+    """A run that cannot go on, with its cause in one line; what it had reached is saved.
 
-    exit_code = 1
-
-
-class Stopped(RunError):
-    """A run that a signal ended; the exit code is 128 + the signal's number, as of a process that it kills."""
+    `exit_code`: 1, or 128 + the number of the signal that ended the run.
+    """
 
     def __init__(self, message: str, exit_code: int = 1) -> None:
         super().__init__(message)

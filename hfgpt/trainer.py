@@ -28,7 +28,7 @@ from hfgpt.data.stream import StepBatch, batch_hash, iterate, resumed_position, 
 from hfgpt.data.tokenization import save_tokenizer
 from hfgpt.device import choose_compile, device_name, memory_bytes, peak_memory_bytes, start_accelerator, step_seed
 from hfgpt.distributed import HostGroup
-from hfgpt.errors import RunError, Stopped, UserError
+from hfgpt.errors import RunError, UserError
 from hfgpt.evaluation import evaluate
 from hfgpt.flops import parameter_counts
 from hfgpt.guard import Step, StepGuard
@@ -80,14 +80,14 @@ class Pretrainer:
                 mine = next(self.batches)
         except Interrupted:
             assert self.signals.received is not None
-            mine = Stopped(self.signals.received.name, 128 + self.signals.received)
+            mine = RunError(self.signals.received.name, 128 + self.signals.received)
         except (UserError, RunError) as error:
             mine = error
         shares = self.host.gather(mine)
         if faults := [share for share in shares if isinstance(share, Exception)]:
             self.finish(fault=str(faults[0]))
             message = f"{faults[0]} after step {self.state.global_step}; continue with --resume_from_checkpoint latest"
-            raise Stopped(message, getattr(faults[0], "exit_code", 1))
+            raise RunError(message, getattr(faults[0], "exit_code", 1))
         whole = side_by_side([share for share in shares if isinstance(share, StepBatch)])
         return shares[self.accelerator.process_index], whole
 

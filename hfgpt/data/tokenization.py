@@ -121,7 +121,7 @@ class Encoder:
         self._fast = fast_encoding(self._backend) if self._characters is None else None
 
     def __reduce__(self) -> Any:
-        return Encoder, (self._tokenizer,)  # the backend forgets the flag when it is pickled
+        return Encoder, (self._tokenizer,)  # a copy in a worker: the backend would forget its flag
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
         """One int32 array of ids for each document. Raises `UserError` for an unknown character."""
