@@ -238,13 +238,13 @@ class Pretrainer:
             self.control.should_log = self.control.should_save = True
             self.control.should_evaluate = config.eval_steps > 0
         self.control = self.handler.on_step_end(self.args, state, self.control)
-        self.note_saved()  # the clock of the step has been read
         if self.control.should_log:
             self.log()
         if self.control.should_evaluate:
             self.evaluate()
         if self.control.should_save:
             self.save()
+        self.note_saved()  # last, as it takes what is due for done, and sets the clock of the steps anew
 
     def log(self) -> None:
         """The training record of the newest step; the only place where the host waits for the device."""

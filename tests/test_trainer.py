@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -459,3 +460,14 @@ def test_a_save_noted_between_steps_leaves_their_times_alone(config):
     seconds = [record["step_seconds"] for record in done]
     assert min(seconds) > 0.0005
     assert sum(seconds) == pytest.approx(done[-1]["wall_seconds"], rel=0.05)
+
+
+def test_a_save_that_ends_between_steps_does_not_swallow_the_next(config):
+    class Slow(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            time.sleep(0.2)  # the checkpoint before is written by now
+
+    run = trained(config(save_steps=1), Slow()).run
+    assert [path.name for path in run.checkpoints()] == [f"checkpoint-{step}" for step in range(6, 0, -1)]
+    saves = [record["checkpoint"] for record in map(json.loads, run.metrics.open()) if record.get("event") == "save"]
+    assert saves == [f"checkpoint-{step}" for step in range(1, 7)]
