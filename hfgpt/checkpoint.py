@@ -265,8 +265,11 @@ def load_model_and_optimizer(folder: Path, model: PreTrainedModel, optimizer: to
     missing, unexpected = model.load_state_dict(weights, strict=False)
     if unexpected or set(missing) - ({"lm_head.weight"} if model.config.tie_word_embeddings else set()):
         raise UserError(f"{folder / 'model.safetensors'}: parameters differ: {[*missing, *unexpected]}")
-    state: Any = get_optimizer_state_dict(model, optimizer, options=_WHOLE)
-    for key, value in load_file(folder / STATE / "optimizer.safetensors").items():
+    state: Any = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
+    moments = load_file(folder / STATE / "optimizer.safetensors")
+    if {f"{key}.{name}" for name, values in state["state"].items() for key in values} != moments.keys():
+        raise UserError(f"resume_from_checkpoint={folder}: it holds the state of another optimizer; restore optim")
+    for key, value in moments.items():
         kind, name = key.split(".", 1)
         state["state"][name][kind] = value
     set_optimizer_state_dict(model, optimizer, state, options=StateDictOptions(full_state_dict=True))

@@ -37,7 +37,7 @@ def run_recipe(main: Callable[[], Any]) -> None:
             print("error:", "; ".join(" ".join(problem.split()) for problem in error.problems), file=sys.stderr)
         sys.exit(2)
     except RunError as error:
-        if os.environ.get("RANK", "0") == "0":
+        if error.everywhere or os.environ.get("RANK", "0") == "0":
             print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:

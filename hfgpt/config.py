@@ -87,8 +87,13 @@ class PretrainConfig:
     learning_rate: float = _f(6e-4, "peak learning rate", POSITIVE)
     min_learning_rate: float | None = _f(None, "where the decay ends; default: a tenth of learning_rate")
     lr_scheduler_type: Schedule = _f("cosine_with_min_lr", "shape of the learning rate")
+    lr_schedule_on_resume: Literal["keep", "stretch"] = _f(
+        "keep", "with another max_steps: keep the curve as begun, or stretch what is left of it to the new end"
+    )
     warmup_steps: int = _f(0, "steps until the peak", NOT_NEGATIVE)
     weight_decay: float = _f(0.1, "of matrices and embeddings; biases and norms have none", NOT_NEGATIVE)
+    optim: Literal["adamw", "muon"] = _f("adamw", "muon: for the matrices of the blocks, adamw for all else")
+    muon_learning_rate: float | None = _f(None, "peak learning rate of muon; default: learning_rate", POSITIVE)
     adam_beta1: float = _f(0.9, "", FRACTION)
     adam_beta2: float = _f(0.95, "", FRACTION)
     adam_epsilon: float = _f(1e-8, "", POSITIVE)
@@ -248,6 +253,8 @@ class PretrainConfig:
                 )
             elif sizes_fine and not 0 <= self.min_learning_rate <= self.learning_rate:
                 problems.append(f"min_learning_rate={self.min_learning_rate}: must be 0 to {self.learning_rate}")
+        if self.muon_learning_rate is not None and self.optim != "muon":
+            problems.append(f"muon_learning_rate={self.muon_learning_rate}: only optim=muon has one; leave it out")
         if self.lr_scheduler_type == "constant" and self.warmup_steps:
             problems.append(f"warmup_steps={self.warmup_steps}: a constant rate has none; use constant_with_warmup")
         try:

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
+import psutil
 import torch.distributed as dist
 
+from hfgpt.errors import RunError
+
 T = TypeVar("T")
+
+# Connections end a moment before the process they belong to.
+SECONDS_TO_END = 3.0
 
 
 class HostGroup:
@@ -17,6 +27,7 @@ class HostGroup:
         self.world = world
         if world > 1:
             self._group = dist.group.WORLD if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
+        self._members = self.gather((socket.gethostname(), os.getpid()))
 
     def gather(self, value: T) -> list[T]:
         """Each process's value, in rank order, on every process."""
@@ -40,3 +51,32 @@ class HostGroup:
         if outcome[1] is not None:
             raise outcome[1]
         return outcome[0]
+
+    @contextmanager
+    def contact(self) -> Iterator[None]:
+        """Where another process is lost inside, RunError on all that are left, with its rank where that can be told."""
+        try:
+            yield
+        except RuntimeError as error:
+            said = str(error).lower()
+            if self.world == 1 or not (isinstance(error, dist.DistError) or "gloo" in said or "nccl" in said):
+                raise
+            raise RunError(f"{self._lost()}; continue with --resume_from_checkpoint latest", everywhere=True) from error
+
+    def _lost(self) -> str:
+        here, until = socket.gethostname(), time.monotonic() + SECONDS_TO_END
+        others = [rank for rank, (host, _) in enumerate(self._members) if host != here]
+        while time.monotonic() < until:
+            gone = [r for r, (host, pid) in enumerate(self._members) if host == here and not _runs(pid)]
+            if gone:
+                return "; ".join(f"process {r} of {self.world} (pid {self._members[r][1]}) has ended" for r in gone)
+            time.sleep(0.05)
+        where = f", perhaps one of {others}, which run on other machines" if others else ""
+        return f"no contact to another process of {self.world}{where}"
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    except psutil.NoSuchProcess:
+        return False

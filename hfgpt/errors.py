@@ -17,9 +17,10 @@ class UserError(ValueError):
 class RunError(RuntimeError):
     """A run that cannot go on, with its cause in one line; what it had reached is saved.
 
-    `exit_code`: 1, or 128 + the number of the signal that ended the run.
+    `exit_code`: 1, or 128 + the number of the signal that ended the run. `everywhere`: told by every process, as the
+    main one may be gone.
     """
 
-    def __init__(self, message: str, exit_code: int = 1) -> None:
+    def __init__(self, message: str, exit_code: int = 1, everywhere: bool = False) -> None:
         super().__init__(message)
-        self.exit_code = exit_code
+        self.exit_code, self.everywhere = exit_code, everywhere

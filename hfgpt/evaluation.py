@@ -37,11 +37,13 @@ def evaluate(
     batch_size: int,
     token_bytes: np.ndarray | None,
     attention: Callable[[torch.Tensor], dict[str, Any]] = lambda ids_BT: {},
-) -> dict[str, Any]:
+    stop: Callable[[], bool] = lambda: False,
+) -> dict[str, Any] | None:
     """Figures of `model` on `tokens` (N,): `eval_loss` (nats per token), `eval_bits_per_byte` (None where the bytes
     of tokens are unknown), `eval_tokens`, `eval_seconds`; sums over all processes.
 
     Batches all have one shape, so nothing is compiled twice. `attention`: further arguments of the model for a batch.
+    None where `stop`, asked before each batch, broke it off; it must say the same on all processes.
     """
     began = time.perf_counter()
     world, device = accelerator.num_processes, accelerator.device
@@ -50,12 +52,16 @@ def evaluate(
     was_training = model.training
     model.eval()
     one = torch.ones((), device=device)
-    sums = []
+    sums, stopped = [], False
     for ids, labels in zip(inputs, targets, strict=True):
+        if stopped := stop():
+            break
         ids, labels = ids.to(device), labels.to(device)
         options = {"num_items_in_batch": one, "use_cache": False, **attention(ids)}
         sums.append(model(input_ids=ids, shift_labels=labels, **options).loss)
     model.train(was_training)
+    if stopped:
+        return None
     # In float64, on the CPU as not every device has it.
     nll = sum(gather_object([torch.stack(sums).cpu().double().sum().item()]))
     scored_bytes = 0 if token_bytes is None else int(token_bytes[tokens[1:]].sum())

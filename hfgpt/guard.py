@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import logging
 import math
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from hfgpt.data.stream import StepBatch
+from hfgpt.distributed import HostGroup
 from hfgpt.errors import RunError
 from hfgpt.run_folder import RunFolder
 
@@ -16,49 +19,86 @@ logger = logging.getLogger(__name__)
 
 # Steps in a row that are left out because of a non-finite loss or gradient before the run gives up.
 MAX_SKIPPED_STEPS = 10
+# Steps whose text is held until their figures are read.
+MAX_PENDING_STEPS = 32
+
+
+class StepResult(NamedTuple):
+    """Loss and gradient norm of a step, and the parts of the loss from this process's micro-batches: on the device."""
+
+    loss: Tensor
+    grad_norm: Tensor
+    micro_losses: list[Tensor]
 
 
 class Step(NamedTuple):
-    """`loss` and `grad_norm` are scalars on the device until they are read."""
+    """`batch` is the whole step's, of all processes."""
 
     step: int
     learning_rate: float
-    loss: Tensor
-    grad_norm: Tensor
+    result: StepResult
+    batch: StepBatch
 
 
 class StepGuard:
-    """Keeps each step's figures on the device until `read` fetches those of all steps at once."""
+    """Keeps each step's figures on the device until `read` fetches those of all steps at once.
 
-    def __init__(self, run: RunFolder) -> None:
-        self.run = run
+    `named`: what to record of the text in some rows of a step's blocks.
+    """
+
+    def __init__(
+        self, run: RunFolder, host: HostGroup, named: Callable[[StepBatch, list[int]], list[dict[str, Any]]]
+    ) -> None:
+        self.run, self.host, self.named = run, host, named
         self.pending: list[Step] = []
         self.skipped_in_a_row = 0
 
     def add(self, step: Step) -> None:
+        if len(self.pending) == MAX_PENDING_STEPS:
+            self.read()
         self.pending.append(step)
 
     def read(self) -> dict[str, float]:
         """The newest step's figures, empty if there is none since the last call; records the steps left out.
 
-        Raises RunError after MAX_SKIPPED_STEPS of these in a row.
+        To be called on all processes. Raises RunError after MAX_SKIPPED_STEPS of these in a row.
         """
         if not self.pending:
             return {}
         steps, self.pending = self.pending, []
-        losses = torch.stack([step.loss.float() for step in steps])
-        norms = torch.stack([step.grad_norm.float() for step in steps])
+        losses = torch.stack([step.result.loss.float() for step in steps])
+        norms = torch.stack([step.result.grad_norm.float() for step in steps])
         figures = torch.stack([losses, norms], dim=1).tolist()
         for step, (loss, norm) in zip(steps, figures, strict=True):
             if math.isfinite(loss) and math.isfinite(norm):
                 self.skipped_in_a_row = 0
                 continue
             self.skipped_in_a_row += 1
-            self.run.record(event="skip_step", step=step.step, reason=f"loss {loss}, gradient norm {norm}")
-            logger.warning("step %d is left out: loss %s, gradient norm %s", step.step, loss, norm)
+            ranks, rows = self._bad_rows(step)
+            self.run.record(
+                event="skip_step",
+                step=step.step,
+                reason=f"loss {loss}, gradient norm {norm}",
+                ranks=ranks,
+                documents=self.named(step.batch, rows),
+            )
+            where = f" on process {', '.join(map(str, ranks))}" if ranks and self.host.world > 1 else ""
+            logger.warning("step %d is left out: loss %s, gradient norm %s%s", step.step, loss, norm, where)
             if self.skipped_in_a_row == MAX_SKIPPED_STEPS:
                 raise RunError(
                     f"loss or gradient was not finite in {MAX_SKIPPED_STEPS} steps in a row, up to step {step.step}; "
                     f"the newest checkpoint in {self.run.path}, if any, is from before; a lower learning_rate may help"
                 )
         return {"loss": loss, "learning_rate": steps[-1].learning_rate, "grad_norm": norm}
+
+    def _bad_rows(self, step: Step) -> tuple[list[int] | None, list[int]]:
+        """Ranks and blocks of the micro-batches whose loss is not finite.
+
+        None and all blocks where only the gradient is not: it is summed over all of them.
+        """
+        finite = torch.stack(step.result.micro_losses).isfinite().tolist()
+        by_rank = self.host.gather(finite)
+        total, share = len(step.batch.blocks), len(step.batch.blocks) // len(by_rank)
+        size = -(-share // len(finite))
+        rows = [row for row in range(total) if not by_rank[row // share][row % share // size]]
+        return (sorted({row // share for row in rows}), rows) if rows else (None, list(range(total)))

@@ -1,8 +1,7 @@
-"""AdamW with GPT-2's decay groups, and the learning rate as a pure function of the step."""
+"""AdamW with GPT-2's decay groups, Muon, and the learning rate as a pure function of the step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,27 +20,84 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     ]
 
 
-def build_optimizer(model: nn.Module, config: PretrainConfig) -> torch.optim.AdamW:
-    """Fused, as only that form can leave a step out (`found_inf`) without the host having to look."""
-    groups, betas = parameter_groups(model, config.weight_decay), (config.adam_beta1, config.adam_beta2)
-    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, eps=config.adam_epsilon, fused=True)
+def build_optimizer(model: nn.Module, config: PretrainConfig) -> torch.optim.Optimizer:
+    """AdamW for all parameters, or Muon for the matrices of the blocks and AdamW for the others.
 
-
-def learning_rate_schedule(config: PretrainConfig, max_steps: int) -> Callable[[int], float]:
-    """Learning rate of step 1, 2, ... for a curve that is `max_steps` long.
-
-    The shapes are those of transformers. Step k takes the curve's value at k, not k - 1, so the first step of a
-    warm-up already moves, its last one has the peak, and the last step of the run has the end of the decay, which
-    then stays.
+    Fused, as only that form of AdamW can leave a step out (`found_inf`) without the host having to look.
     """
-    kind, peak, end = config.lr_scheduler_type, config.learning_rate, config.end_learning_rate()
-    specific: dict[str, Any] = {}
-    if kind == "cosine_with_min_lr":
-        specific = {"min_lr": end}
-    elif kind == "warmup_stable_decay":
-        decay = max(1, (max_steps - config.warmup_steps) // 5)
-        specific = {"num_decay_steps": decay, "min_lr_ratio": end / peak}
-    carrier = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=peak)
-    schedule = get_scheduler(kind, carrier, config.warmup_steps, max_steps, scheduler_specific_kwargs=specific)
-    factor = schedule.lr_lambdas[0]
-    return lambda step: peak * factor(min(step, max_steps))
+    groups, betas = parameter_groups(model, config.weight_decay), (config.adam_beta1, config.adam_beta2)
+    options: dict[str, Any] = {"lr": config.learning_rate, "betas": betas, "eps": config.adam_epsilon, "fused": True}
+    if config.optim == "adamw":
+        return torch.optim.AdamW(groups, **options)
+    matrices = [p for name, p in model.named_parameters() if ".h." in name and p.dim() == 2 and p.requires_grad]
+    taken = set(map(id, matrices))
+    groups = [{**group, "params": [p for p in group["params"] if id(p) not in taken]} for group in groups]
+    rate = config.muon_learning_rate or config.learning_rate
+    muon = torch.optim.Muon(matrices, rate, config.weight_decay, adjust_lr_fn="match_rms_adamw")
+    muon.param_groups[0]["lr_scale"] = rate / config.learning_rate
+    return MuonWithAdamW(muon, torch.optim.AdamW(groups, **options))
+
+
+class MuonWithAdamW(torch.optim.Optimizer):
+    """torch's Muon for one group of matrices and its AdamW for the other groups, as one optimizer with one state.
+
+    Muon orthogonalises each update (Jordan et al. 2024), scaled to the size that AdamW's have (Liu et al. 2025), so
+    that AdamW's learning rates serve. A step is left out where `found_inf` is 1; that the host has to look for.
+    """
+
+    def __init__(self, muon: torch.optim.Muon, adamw: torch.optim.AdamW) -> None:
+        self.muon, self.adamw = muon, adamw
+        super().__init__([*muon.param_groups, *adamw.param_groups], {})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        if getattr(self, "found_inf", 0):
+            return
+        # Handed over at each step, as loading a state makes new ones.
+        for part, groups in ((self.muon, self.param_groups[:1]), (self.adamw, self.param_groups[1:])):
+            part.param_groups, part.state = groups, self.state
+            part.step()
+
+
+class LearningRate:
+    """Learning rate of step 1, 2, ...: a curve of `curve_steps` steps, of which step `since` stands at place `at`, and
+    each later one `pace` further on.
+
+    The shapes are those of transformers. Step k of an undisturbed run takes the curve's value at k, not k - 1, so the
+    first step of a warm-up already moves, its last one has the peak, and the last step of the run has the end of the
+    decay, which then stays.
+    """
+
+    def __init__(
+        self, config: PretrainConfig, curve_steps: int, since: int = 0, at: float = 0.0, pace: float = 1.0
+    ) -> None:
+        self.curve_steps, self.since, self.at, self.pace = curve_steps, since, at, pace
+        kind, peak, end = config.lr_scheduler_type, config.learning_rate, config.end_learning_rate()
+        specific: dict[str, Any] = {}
+        if kind == "cosine_with_min_lr":
+            specific = {"min_lr": end}
+        elif kind == "warmup_stable_decay":
+            decay = max(1, (curve_steps - config.warmup_steps) // 5)
+            specific = {"num_decay_steps": decay, "min_lr_ratio": end / peak}
+        carrier = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=peak)
+        schedule = get_scheduler(kind, carrier, config.warmup_steps, curve_steps, scheduler_specific_kwargs=specific)
+        self._peak, self._factor = peak, schedule.lr_lambdas[0]
+
+    def __call__(self, step: int) -> float:
+        return self._peak * self._factor(min(self._place(step), self.curve_steps))
+
+    def stretch(self, step: int, max_steps: int) -> None:
+        """Walk what is left of the curve after `step` so that it ends at `max_steps`: the rate does not jump."""
+        left = max(self.curve_steps - self._place(step), 0.0)
+        self.since, self.at, self.pace = step, self._place(step), left / max(max_steps - step, 1)
+
+    def last_step(self) -> int:
+        """The step at which the curve ends."""
+        return self.since + round((self.curve_steps - self.at) / self.pace) if self.pace else self.since
+
+    def state(self) -> dict[str, Any]:
+        """What to pass besides the configuration to go on with the same curve."""
+        return {"curve_steps": self.curve_steps, "since": self.since, "at": self.at, "pace": self.pace}
+
+    def _place(self, step: int) -> float:
+        return self.at + (step - self.since) * self.pace

@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
+from hfgpt.errors import RunError
+
 # A launcher passes a signal on that the terminal has sent to its children too, and dies of it a moment later.
 SAME_SIGNAL_SECONDS = 2.0
 
@@ -39,6 +41,10 @@ class StopSignals:
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
+
+    def fault(self) -> RunError | None:
+        """The signal received, if any, as what ends the run."""
+        return RunError(self.received.name, 128 + self.received) if self.received else None
 
     @contextmanager
     def waiting(self) -> Iterator[None]:

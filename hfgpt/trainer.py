@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import closing, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -24,17 +24,17 @@ from hfgpt.callbacks import CallbackArguments, MFUCallback, PerplexityCallback, 
 from hfgpt.config import PretrainConfig
 from hfgpt.configuration_hfgpt import model_config
 from hfgpt.data import TextData, prepare_data
-from hfgpt.data.stream import StepBatch, batch_hash, iterate, resumed_position, side_by_side
+from hfgpt.data.stream import StepBatch, batch_hash, iterate, named_documents, resumed_position, side_by_side
 from hfgpt.data.tokenization import save_tokenizer
 from hfgpt.device import choose_compile, device_name, memory_bytes, peak_memory_bytes, start_accelerator, step_seed
 from hfgpt.distributed import HostGroup
 from hfgpt.errors import RunError, UserError
 from hfgpt.evaluation import evaluate
 from hfgpt.flops import parameter_counts
-from hfgpt.guard import Step, StepGuard
+from hfgpt.guard import Step, StepGuard, StepResult
 from hfgpt.hub import model_card
 from hfgpt.modeling_hfgpt import GPT2LMHeadModel, document_attention
-from hfgpt.optim import build_optimizer, learning_rate_schedule
+from hfgpt.optim import LearningRate, build_optimizer
 from hfgpt.plan import Plan, check_memory, run_facts
 from hfgpt.run_folder import RunFolder
 from hfgpt.signals import Interrupted, StopSignals
@@ -59,14 +59,16 @@ class Pretrainer:
 
     def train(self) -> dict[str, Any]:
         self.setup()
-        with self.signals, self.saver, closing(self.batches):
+        with self.signals, self.saver, closing(self.batches), self.host.contact():
             self.start_run()
             while self.state.global_step < self.max_steps and not self.control.should_training_stop:
                 mine, whole = self.next_batch()
                 self.control = self.handler.on_step_begin(self.args, self.state, self.control)
                 step = self.state.global_step + 1
-                loss, grad_norm = self.training_step(*self.to_tensors(mine.blocks), step=step)
-                self.after_step(whole, loss, grad_norm)
+                self.after_step(whole, self.training_step(*self.to_tensors(mine.blocks), step=step))
+            missing = self.config.eval_steps and self.evaluation_step != self.max_steps == self.state.global_step
+            if missing and self.evaluate() is None:  # a signal broke it off before, and the checkpoint says so
+                self.stop(next(filter(None, self.host.gather(self.signals.fault()))))
             return self.finish()
 
     def next_batch(self) -> tuple[StepBatch, StepBatch]:
@@ -74,38 +76,41 @@ class Pretrainer:
 
         Where the text of any process fails, or a signal reached it, all save what they have, and raise RunError.
         """
-        mine: StepBatch | Exception
+        mine: StepBatch | Exception | None
         try:
             with self.signals.waiting():
                 mine = next(self.batches)
         except Interrupted:
-            assert self.signals.received is not None
-            mine = RunError(self.signals.received.name, 128 + self.signals.received)
+            mine = self.signals.fault()
         except (UserError, RunError) as error:
             mine = error
         shares = self.host.gather(mine)
         if faults := [share for share in shares if isinstance(share, Exception)]:
-            self.finish(fault=str(faults[0]))
-            message = f"{faults[0]} after step {self.state.global_step}; continue with --resume_from_checkpoint latest"
-            raise RunError(message, getattr(faults[0], "exit_code", 1))
+            self.stop(faults[0])
         whole = side_by_side([share for share in shares if isinstance(share, StepBatch)])
         return shares[self.accelerator.process_index], whole
 
-    def training_step(self, input_ids: Tensor, shift_labels: Tensor, *, step: int) -> tuple[Tensor, Tensor]:
+    def stop(self, fault: Exception) -> NoReturn:
+        """Save what there is, and raise RunError with the way to go on. To be called on all processes."""
+        self.finish(fault=str(fault))
+        message = f"{fault} after step {self.state.global_step}; continue with --resume_from_checkpoint latest"
+        raise RunError(message, getattr(fault, "exit_code", 1))
+
+    def training_step(self, input_ids: Tensor, shift_labels: Tensor, *, step: int) -> StepResult:
         """One optimizer update of step number `step` (from 1) on this process's share, (rows, T) each.
 
-        Returns the step's loss (mean nll in nats over all target tokens of all processes) and the gradient norm
+        The result's loss is the mean nll in nats over all target tokens of all processes, its gradient norm that
         before clipping, both as tensors on the device: reading them is left to the logging interval.
         """
         accelerator, world = self.accelerator, self.accelerator.num_processes
         torch.manual_seed(step_seed(self.config.seed, step, accelerator.process_index))
         for group in self.optimizer.param_groups:
-            group["lr"] = self.learning_rate(step)
+            group["lr"] = group.get("lr_scale", 1.0) * self.learning_rate(step)
         num_targets = (shift_labels != -100).sum().float()
         if world > 1:
             num_targets = accelerator.reduce(num_targets, "sum")
 
-        loss = torch.zeros((), device=accelerator.device)
+        micro_losses = []
         size = self.batch.micro_batch
         micro_batches = list(zip(input_ids.split(size), shift_labels.split(size), strict=True))
         for index, (ids, labels) in enumerate(micro_batches, start=1):
@@ -115,19 +120,20 @@ class Pretrainer:
                 options = {"num_items_in_batch": num_targets, **self.attention(ids)}
                 micro_loss = self.model(input_ids=ids, shift_labels=labels, **options).loss
                 accelerator.backward(micro_loss * world)  # the exchange takes the mean over processes
-            loss += micro_loss.detach()
+            micro_losses.append(micro_loss.detach())
+        loss = sum(micro_losses, torch.zeros_like(micro_losses[0]))
         if world > 1:
             loss = accelerator.reduce(loss, "sum")
 
         limit = self.config.max_grad_norm or float("inf")
         grad_norm = accelerator.clip_grad_norm_(self.model.parameters(), limit)
         if accelerator.scaler is None:
-            # Fused AdamW leaves the step out where this is 1, without the host having to look.
+            # The optimizer leaves the step out where this is 1; fused AdamW without the host having to look.
             bad = ~(grad_norm.isfinite() & loss.isfinite())
             self.raw_optimizer.found_inf = bad.float()  # type: ignore[attr-defined]
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return loss, grad_norm
+        return StepResult(loss, grad_norm, micro_losses)
 
     def setup(self) -> None:
         """Everything before the first step that writes nothing: device, text, model, optimizer, resume."""
@@ -164,14 +170,13 @@ class Pretrainer:
             model.compile(dynamic=False)
         else:
             model.head_chunk_size = 1024
-        self.schedule_steps = self.max_steps
+        self.learning_rate = LearningRate(config, self.max_steps)
         position, wall_seconds = None, 0.0
         self.evaluation: dict[str, Any] = {}  # the newest, of step `evaluation_step`
         self.evaluation_step = 0
         self.run_id = uuid.uuid4().hex
         if self.resumed_from:
             position, wall_seconds = self._restore(self.resumed_from)
-        self.learning_rate = learning_rate_schedule(config, self.schedule_steps)
         self.model, self.optimizer = accelerator.prepare(model, self.raw_optimizer)
         self.model.train()
         self.batches = iterate(
@@ -196,7 +201,8 @@ class Pretrainer:
         self.handler = callback_handler(
             self.args, [self.mfu_callback, PerplexityCallback(), *self.callbacks], model, tokenizer, self.optimizer
         )
-        self.guard = StepGuard(self.run)
+        decode = partial(tokenizer.decode, skip_special_tokens=True)
+        self.guard = StepGuard(self.run, self.host, partial(named_documents, self.data.train, decode))
         self.saver = checkpoint.Saver(self.run, config.save_total_limit, config.max_failed_saves)
         self.skipped_rows: Counter[str] = Counter(self.data.skipped)
         self.saved_step = self.state.global_step if self.resumed_from else None
@@ -223,14 +229,14 @@ class Pretrainer:
             tokens = tokens.pin_memory().to(device, non_blocking=True)
         return tokens[:, :-1], tokens[:, 1:]
 
-    def after_step(self, batch: StepBatch, loss: Tensor, grad_norm: Tensor) -> None:
+    def after_step(self, batch: StepBatch, result: StepResult) -> None:
         """Count the step, tell the callbacks, and log, evaluate and save when due."""
         state, config = self.state, self.config
         state.global_step = step = state.global_step + 1
         state.num_input_tokens_seen += self.batch.tokens_per_step
         self.position = batch.position
         self.skipped_rows.update(batch.skipped)
-        self.guard.add(Step(step, self.learning_rate(step), loss, grad_norm))
+        self.guard.add(Step(step, self.learning_rate(step), result, batch))
         self.run.record_text(step=step, batch_hash=batch_hash(batch.blocks), position=batch.position)
         for event in batch.retries:
             self._record(event="stream_retry", **event)
@@ -253,8 +259,8 @@ class Pretrainer:
         self.control = self.handler.on_log(self.args, self.state, self.control, logs)
         self._record(**logs, memory_bytes=peak_memory_bytes(self.accelerator.device))
 
-    def evaluate(self) -> dict[str, Any]:
-        """The evaluation record of the model as it is."""
+    def evaluate(self) -> dict[str, Any] | None:
+        """The evaluation record of the model as it is; None where a signal to any process broke it off."""
         self.guard.read()
         metrics = evaluate(
             self.model,
@@ -264,7 +270,10 @@ class Pretrainer:
             batch_size=self.config.per_device_eval_batch_size or self.batch.micro_batch,
             token_bytes=self.data.token_bytes,
             attention=self.attention,
+            stop=lambda: any(self.host.gather(self.signals.received is not None)),
         )
+        if metrics is None:
+            return None
         self.control = self.handler.on_log(self.args, self.state, self.control, metrics)
         self.control = self.handler.on_evaluate(self.args, self.state, self.control, metrics)
         self.evaluation, self.evaluation_step = metrics, self.state.global_step
@@ -344,13 +353,13 @@ class Pretrainer:
         self.changed_settings = checkpoint.changed_settings(trainer["config"], self.config.to_dict())
         for key, change in self.changed_settings.items():
             logger.warning("%s is %s from here on; it was %s", key, change["to"], change["from"])
-        if trainer["schedule_steps"] != self.max_steps:
-            self.schedule_steps = trainer["schedule_steps"]
-            logger.warning(
-                "the learning rate keeps the curve it was started with, which ends at step %d, not at max_steps=%d",
-                self.schedule_steps,
-                self.max_steps,
-            )
+        self.learning_rate = LearningRate(self.config, **trainer["schedule"])
+        if (end := self.learning_rate.last_step()) != self.max_steps:
+            how = "keeps the curve it was started with, which ends at step %d, not at max_steps=%d"
+            if self.config.lr_schedule_on_resume == "stretch":
+                how = "takes what is left of its curve, which ended at step %d, stretched to max_steps=%d"
+                self.learning_rate.stretch(trainer["step"], self.max_steps)
+            logger.warning(f"the learning rate {how}", end, self.max_steps)
         return position, trainer["wall_seconds"]
 
     def _trainer_state(self) -> dict[str, Any]:
@@ -360,7 +369,7 @@ class Pretrainer:
             "step": self.state.global_step,
             "num_input_tokens_seen": self.state.num_input_tokens_seen,
             "wall_seconds": self.mfu_callback.total_seconds,
-            "schedule_steps": self.schedule_steps,
+            "schedule": self.learning_rate.state(),
             "random_numbers": "seeded by (seed, step, process) at every step",
             "config": self.config.to_dict(),
             "gradient_scaler": scaler.state_dict() if scaler is not None else None,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -62,3 +63,33 @@ def start(tmp_path, document_folder):
     for run in runs:
         if run.process.poll() is None:
             os.killpg(run.process.pid, signal.SIGKILL)
+
+
+@pytest.fixture
+def config(tmp_path, text_file):
+    """Settings of a run that takes a second; every argument can be replaced."""
+
+    from running import MODEL
+
+    from hfgpt import PretrainConfig
+
+    def build(name: str = "run", **changes) -> Any:
+        defaults = {
+            "model": MODEL,
+            "dataset": str(text_file),
+            "tokenizer": "char",
+            "sequence_length": 16,
+            "per_device_train_batch_size": 8,
+            "gradient_accumulation_steps": 2,
+            "max_steps": 6,
+            "learning_rate": 1e-2,
+            "warmup_steps": 2,
+            "logging_steps": 1,
+            "eval_steps": 0,
+            "save_steps": 2,
+            "mixed_precision": "no",
+            "torch_compile": False,
+        }
+        return PretrainConfig(output_dir=str(tmp_path / name), **{**defaults, **changes})
+
+    return build

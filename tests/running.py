@@ -1,4 +1,4 @@
-"""Runs in processes of their own, for tests that disturb them from outside."""
+"""Small runs: in this process, and in ones of their own for tests that disturb them from outside."""
 
 from __future__ import annotations
 
@@ -10,6 +10,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
+from transformers import TrainerCallback
+
+from hfgpt import Pretrainer
+
 ROOT = Path(__file__).parent.parent
 CPU = str(ROOT / "accelerate_configs" / "cpu.yaml")
 ALONE = [sys.executable]
@@ -18,6 +23,40 @@ TWO = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_p
 TINY = ["--model", '{"n_layer": 1, "n_head": 1, "n_embd": 16, "n_positions": 32}', "--tokenizer", "bpe-300"]
 TINY += ["--sequence_length", "32", "--per_device_train_batch_size", "4", "--torch_compile", "false"]
 TINY += ["--eval_steps", "0", "--logging_steps", "1"]
+
+
+MODEL = {"n_layer": 2, "n_head": 2, "n_embd": 32, "n_positions": 32}
+
+
+class StopAt(TrainerCallback):
+    """Ends the process's run at a step as a kill would: nothing more is written."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            raise KeyboardInterrupt
+
+
+def trained(config, *callbacks) -> Pretrainer:
+    pretrainer = Pretrainer(config, callbacks)
+    pretrainer.train()
+    return pretrainer
+
+
+def records(pretrainer, key="loss") -> list[dict]:
+    lines = [json.loads(line) for line in pretrainer.run.metrics.read_text().splitlines()]
+    return [line for line in lines if key in line]
+
+
+def hashes(pretrainer) -> list[str]:
+    return [json.loads(line)["batch_hash"] for line in pretrainer.run.ledger.read_text().splitlines()]
+
+
+def same_weights(one, other) -> bool:
+    ours, theirs = one.raw_model.state_dict(), other.raw_model.state_dict()
+    return all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
 class Run:

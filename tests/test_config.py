@@ -9,7 +9,7 @@ import pytest
 from hfgpt.config import PretrainConfig
 from hfgpt.configuration_hfgpt import model_config
 from hfgpt.errors import UserError
-from hfgpt.optim import learning_rate_schedule
+from hfgpt.optim import LearningRate
 
 SMALL = {"model": "char-cpu", "sequence_length": 64, "max_steps": 10}
 
@@ -193,7 +193,7 @@ def test_missing_or_broken_yaml(tmp_path):
 @pytest.mark.parametrize("warmup_steps", [0, 1, 20, 100])
 def test_learning_rate_moves_at_once_peaks_and_ends(shape, warmup_steps):
     config = PretrainConfig(max_steps=100, warmup_steps=warmup_steps, lr_scheduler_type=shape, learning_rate=6e-4)
-    rate = learning_rate_schedule(config, 100)
+    rate = LearningRate(config, 100)
     rates = [rate(step) for step in range(1, 151)]
     assert rates[0] > 0
     if 0 < warmup_steps < 100:
@@ -207,4 +207,4 @@ def test_learning_rate_moves_at_once_peaks_and_ends(shape, warmup_steps):
 
 def test_long_warmup_starts_at_a_part_of_the_peak():
     config = PretrainConfig(max_steps=10_000, warmup_steps=2000, learning_rate=6e-4)
-    assert learning_rate_schedule(config, 10_000)(1) == pytest.approx(6e-4 / 2000)
+    assert LearningRate(config, 10_000)(1) == pytest.approx(6e-4 / 2000)

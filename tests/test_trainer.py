@@ -16,73 +16,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from accelerate.state import AcceleratorState
+from running import MODEL, records, same_weights, trained
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
-from hfgpt import PretrainConfig, Pretrainer, UserError
+from hfgpt import Pretrainer, UserError
 from hfgpt.optim import parameter_groups
 
-MODEL = {"n_layer": 2, "n_head": 2, "n_embd": 32, "n_positions": 32}
 STEP_KEYS = {"step", "num_input_tokens_seen", "time", "wall_seconds", "loss", "learning_rate", "grad_norm"} | {
     *("step_seconds", "tokens_per_second", "mfu", "peak_tflops", "peak_source", "memory_bytes")
 }
-
-
-@pytest.fixture
-def config(tmp_path, text_file):
-    """Settings of a run that takes a second; every argument can be replaced."""
-
-    def build(name: str = "run", **changes) -> PretrainConfig:
-        defaults = {
-            "model": MODEL,
-            "dataset": str(text_file),
-            "tokenizer": "char",
-            "sequence_length": 16,
-            "per_device_train_batch_size": 8,
-            "gradient_accumulation_steps": 2,
-            "max_steps": 6,
-            "learning_rate": 1e-2,
-            "warmup_steps": 2,
-            "logging_steps": 1,
-            "eval_steps": 0,
-            "save_steps": 2,
-            "mixed_precision": "no",
-            "torch_compile": False,
-        }
-        return PretrainConfig(output_dir=str(tmp_path / name), **{**defaults, **changes})
-
-    return build
-
-
-class StopAt(TrainerCallback):
-    """Ends the process's run at a step as a kill would: nothing more is written."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step == self.step:
-            raise KeyboardInterrupt
-
-
-def trained(config, *callbacks) -> Pretrainer:
-    pretrainer = Pretrainer(config, callbacks)
-    pretrainer.train()
-    return pretrainer
-
-
-def records(pretrainer, key="loss") -> list[dict]:
-    lines = [json.loads(line) for line in pretrainer.run.metrics.read_text().splitlines()]
-    return [line for line in lines if key in line]
-
-
-def hashes(pretrainer) -> list[str]:
-    return [json.loads(line)["batch_hash"] for line in pretrainer.run.ledger.read_text().splitlines()]
-
-
-def same_weights(one, other) -> bool:
-    ours, theirs = one.raw_model.state_dict(), other.raw_model.state_dict()
-    return all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
 def step_gradients(config) -> list[torch.Tensor]:
@@ -119,7 +62,7 @@ def test_targets_left_out_weigh_nothing_in_any_cut(config):
         labels = labels.clone()
         for row in range(8):
             labels[row, row + 1 :] = -100  # 1 to 8 targets in a row
-        loss, _ = pretrainer.training_step(ids, labels, step=1)
+        loss, *_ = pretrainer.training_step(ids, labels, step=1)
         logits = pretrainer.raw_model.eval()(ids).logits
         plain = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten().long())
         torch.testing.assert_close(loss, plain, atol=1e-6, rtol=0)
@@ -154,31 +97,6 @@ def test_our_steps_equal_a_bare_loop_bit_for_bit(config):
         losses.append(total.item())
     assert [record["loss"] for record in records(ours)] == losses
     assert same_weights(ours, bare)
-
-
-@pytest.mark.parametrize("kind", ["memory", "documents"])
-@pytest.mark.parametrize("killed_at", [1, 3, 4, 5])
-def test_resumed_equals_uninterrupted_bit_for_bit(config, document_folder, kind, killed_at):
-    changes = {
-        "model": {**MODEL, "resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1},
-        "dataset": str(document_folder),
-        "streaming": kind == "documents",
-        "tokenizer": "bpe-300",
-        "eval_steps": 3,
-        "eval_tokens": 100,
-    }
-    whole = trained(config("whole", **changes))
-    with pytest.raises(KeyboardInterrupt):
-        trained(config("cut", **changes), StopAt(killed_at))
-    resumed = trained(config("cut", resume_from_checkpoint="latest", **changes))
-    assert resumed.state.global_step == 6
-    assert same_weights(whole, resumed)
-    for key in ("loss", "learning_rate", "grad_norm", "num_input_tokens_seen", "step"):
-        assert [line[key] for line in records(whole)] == [line[key] for line in records(resumed)], key
-    assert [line["eval_loss"] for line in records(whole, "eval_loss")] == [
-        line["eval_loss"] for line in records(resumed, "eval_loss")
-    ]
-    assert hashes(whole) == hashes(resumed) and len(set(hashes(whole))) == 6
 
 
 def test_evaluation_does_not_disturb_training(config):
@@ -223,112 +141,10 @@ def test_records_are_complete_and_rising(config):
     assert {"config", "model", "plan", "versions", "device", "git_revision", "data"} <= set(run)
 
 
-@pytest.mark.parametrize("bad_steps", [{3}, {2, 3}])
-def test_a_step_that_is_not_finite_is_left_out(config, bad_steps):
-    class Poison(TrainerCallback):
-        def on_step_begin(self, args, state, control, model=None, **kwargs):
-            self.before = {name: value.clone() for name, value in model.state_dict().items()}
-            # Only backward is poisoned, so that the loss alone would not tell.
-            hook = (lambda gradient: gradient * float("nan")) if state.global_step + 1 in bad_steps else None
-            self.handle = model.transformer.ln_f.weight.register_hook(hook) if hook else None
-
-        def on_step_end(self, args, state, control, model=None, **kwargs):
-            if self.handle:
-                self.handle.remove()
-                assert all(torch.equal(value, self.before[name]) for name, value in model.state_dict().items())
-
-    pretrainer = trained(config(), Poison())
-    skipped = records(pretrainer, "reason")
-    assert [line["step"] for line in skipped] == sorted(bad_steps)
-    assert all(line["event"] == "skip_step" for line in skipped)
-    assert all(parameter.isfinite().all() for parameter in pretrainer.raw_model.parameters())
-    assert len(hashes(pretrainer)) == 6  # the text goes on
-
-
-def test_a_run_that_stays_not_finite_stops_with_its_last_good_checkpoint(config, monkeypatch):
-    monkeypatch.setattr("hfgpt.guard.MAX_SKIPPED_STEPS", 2)
-
-    class Poison(TrainerCallback):
-        def on_step_begin(self, args, state, control, model=None, **kwargs):
-            if state.global_step == 2:
-                model.transformer.ln_f.weight.register_hook(lambda gradient: gradient * float("inf"))
-
-    pretrainer = Pretrainer(config(), [Poison()])
-    with pytest.raises(RuntimeError, match="2 steps in a row, up to step 4"):
-        pretrainer.train()
-    assert [path.name for path in pretrainer.run.checkpoints()] == ["checkpoint-2"]
-    weights = load_file(pretrainer.run.path / "checkpoint-latest" / "model.safetensors")
-    assert all(value.isfinite().all() for value in weights.values())
-
-
-def test_more_steps_after_the_end_keep_the_curve(config, caplog):
-    trained(config())
-    longer = trained(config(max_steps=8, resume_from_checkpoint="latest"))
-    rates = [line["learning_rate"] for line in records(longer)]
-    peak = rates.index(max(rates))
-    assert len(rates) == 8 and rates[peak:] == sorted(rates[peak:], reverse=True)
-    assert "ends at step 6" in caplog.text
-
-
-def test_a_finished_run_resumes_to_its_result(config):
-    first = trained(config(eval_steps=3))
-    lines = len(first.run.metrics.read_text().splitlines())
-    again = Pretrainer(config(eval_steps=3, resume_from_checkpoint="latest"))
-    assert again.train()["eval_loss"] == records(first, "eval_loss")[-1]["eval_loss"]
-    assert len(again.run.metrics.read_text().splitlines()) <= lines + 2
-
-
-@pytest.mark.parametrize(
-    ("changes", "named"),
-    [
-        ({"seed": 2}, "seed"),
-        ({"model": {**MODEL, "n_layer": 3}}, "n_layer"),
-        ({"sequence_length": 32}, "sequence_length"),
-        ({"gradient_accumulation_steps": 4}, "tokens_per_step"),
-        ({"tokenizer": "bpe-300"}, "tokenizer"),
-    ],
-)
-def test_resuming_another_run_is_refused_by_name(config, changes, named):
-    run = trained(config()).run
-    before = run.metrics.read_bytes()
-    with pytest.raises(UserError, match=named):
-        Pretrainer(config(resume_from_checkpoint="latest", **changes)).train()
-    assert run.metrics.read_bytes() == before
-
-
-def test_settings_changed_at_resume_are_said_and_recorded(config, caplog):
-    first = trained(config())
-    assert records(first, "changed_settings") == []
-    resumed = trained(config(resume_from_checkpoint="latest", max_steps=8, learning_rate=5e-3))
-    [record] = records(resumed, "changed_settings")
-    assert record["changed_settings"] == {
-        "max_steps": {"from": 6, "to": 8},
-        "learning_rate": {"from": 1e-2, "to": 5e-3},
-    }
-    assert "learning_rate is 0.005 from here on; it was 0.01" in caplog.text
-
-
-def test_fewer_steps_than_the_checkpoint_has_are_refused(config):
-    trained(config())
-    with pytest.raises(UserError, match=r"max_steps=3: .*checkpoint-6 is at step 6"):
-        trained(config(resume_from_checkpoint="latest", max_steps=3))
-
-
 def test_sizes_far_beyond_the_machine_are_refused_before_the_text_is_read(config):
     for changes in ({"per_device_train_batch_size": 10**8}, {"gradient_accumulation_steps": 10**9}):
         with pytest.raises(UserError, match=r"needs some [\d,]+ GiB, and the device has"):
             Pretrainer(config(dataset="nowhere.txt", **changes)).train()
-
-
-def test_the_same_step_cut_otherwise_may_resume(config):
-    whole = trained(config("whole"))
-    with pytest.raises(KeyboardInterrupt):
-        trained(config("cut"), StopAt(5))
-    changes = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4}
-    resumed = trained(config("cut", resume_from_checkpoint="latest", **changes))
-    assert hashes(resumed) == hashes(whole)
-    for one, other in zip(records(whole), records(resumed), strict=True):
-        assert other["loss"] == pytest.approx(one["loss"], abs=1e-5)
 
 
 def test_bf16_keeps_weights_and_moments_in_float32(config):
@@ -369,7 +185,7 @@ def test_epochs_give_the_length_of_a_run_in_memory(config):
 
 def test_losses_hold_no_graph(config):
     pretrainer = trained(config(logging_steps=100))
-    assert all(not tensor.requires_grad for step in pretrainer.guard.pending for tensor in (step.loss, step.grad_norm))
+    assert all(not tensor.requires_grad for step in pretrainer.guard.pending for tensor in step.result[:2])
 
 
 def test_unknown_trackers_are_refused(config):
@@ -413,15 +229,6 @@ def test_two_processes_take_the_same_steps_as_one(tmp_path, document_folder):
         torch.testing.assert_close(weights[1][name], value, atol=1e-5, rtol=0)
 
 
-def test_resuming_from_an_earlier_step_leaves_the_later_course_aside(config):
-    trained(config())
-    earlier = str(Path(config().output_dir) / "checkpoint-2")
-    again = trained(config(max_steps=5, save_steps=1, save_total_limit=1, resume_from_checkpoint=earlier))
-    assert [path.name for path in again.run.checkpoints()] == ["checkpoint-5"]
-    assert (again.run.path / "checkpoint-latest").resolve().name == "checkpoint-5"
-    assert len(list(again.run.path.glob("abandoned-*-checkpoint-*"))) == 2
-
-
 def test_document_masking_trains_on_documents_alone(config, document_folder):
     """The loss of a step is that of its documents one by one, at positions from 0 on."""
     options = {"dataset": str(document_folder), "tokenizer": "bpe-300", "sequence_length": 32, "max_steps": 1}
@@ -430,7 +237,7 @@ def test_document_masking_trains_on_documents_alone(config, document_folder):
     pretrainer.setup()
     untrained = copy.deepcopy(pretrainer.raw_model)
     batch = next(pretrainer.batches)
-    loss, _ = pretrainer.training_step(*pretrainer.to_tensors(batch.blocks), step=1)
+    loss, *_ = pretrainer.training_step(*pretrainer.to_tensors(batch.blocks), step=1)
     separator, total, count = pretrainer.data.tokenizer.eos_token_id, 0.0, 0
     for block in torch.from_numpy(batch.blocks).long():
         borders = [0, *((block[1:-1] == separator).nonzero().flatten() + 1).tolist(), len(block) - 1]
@@ -441,18 +248,6 @@ def test_document_masking_trains_on_documents_alone(config, document_folder):
     assert count == batch.blocks[:, 1:].size and loss.item() == pytest.approx(total / count, abs=1e-5)
     with pytest.raises(UserError, match="document_masking: tokenizer=char"):
         Pretrainer(config("char", document_masking=True)).train()
-
-
-def test_an_untied_head_is_saved_and_resumed(config):
-    model = {**MODEL, "tie_word_embeddings": False}
-    whole = trained(config("whole", model=model))
-    trained(config("cut", model=model, max_steps=4, lr_scheduler_type="constant", warmup_steps=0))
-    straight = trained(config("straight", model=model, lr_scheduler_type="constant", warmup_steps=0))
-    options = {"resume_from_checkpoint": "latest", "lr_scheduler_type": "constant", "warmup_steps": 0}
-    assert same_weights(trained(config("cut", model=model, **options)), straight)
-    stock, info = AutoModelForCausalLM.from_pretrained(whole.run.path / "checkpoint-latest", output_loading_info=True)
-    assert not info["missing_keys"] and not info["unexpected_keys"]
-    assert torch.equal(stock.lm_head.weight, whole.raw_model.lm_head.weight)
 
 
 def test_a_save_noted_between_steps_leaves_their_times_alone(config):

@@ -19,8 +19,9 @@ from transformers import PreTrainedTokenizerFast
 
 from hfgpt.config import PretrainConfig
 from hfgpt.configuration_hfgpt import model_fields
+from hfgpt.data.permutation import permutation
 from hfgpt.data.sources import IN_MEMORY_BYTES, Source, Unit, Unusable, open_source, text_hash
-from hfgpt.data.stream import DocumentStream, MemoryBlocks, Stream, permutation
+from hfgpt.data.stream import DocumentStream, MemoryBlocks, Stream
 from hfgpt.data.tokenization import Encoder, load_tokenizer, token_byte_lengths
 from hfgpt.errors import UserError
 

@@ -93,12 +93,12 @@ class _Seen:
     @property
     def completed(self) -> int:
         """Epochs that every logical stream has left behind."""
-        return min((epoch for epoch, _, _ in self.last), default=0)
+        return min((epoch for epoch, *_ in self.last), default=0)
 
     def take(self, batch: StepBatch) -> None:
         for stream, origins in enumerate(batch.documents):
-            begun_before = bool(self.last) and origins[0] == self.last[stream]
-            for epoch, unit, row in origins[begun_before:]:
+            begun_before = bool(self.last) and origins[0][:3] == self.last[stream][:3]
+            for epoch, unit, row, _ in origins[begun_before:]:
                 self.rows.setdefault((epoch, unit), array("l")).append(row)
         self.last = [origins[-1] for origins in batch.documents]
         self.skipped.update(batch.skipped)

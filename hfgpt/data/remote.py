@@ -7,6 +7,7 @@ import logging
 import time
 import zlib
 from collections.abc import Callable, Iterator
+from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -50,7 +51,8 @@ def patiently(read: Callable[[], T], what: str, patience_seconds: float) -> T:
             tries, waited, reason = tries + 1, time.monotonic() - began, first_line(error)
             if waited > patience_seconds:
                 raise RunError(f"{what} could not be read for {waited:.0f} s ({reason})") from error
-            pause = max(pause, _asked_pause(error))
+            # One more try when the patience ends, however long a server asks to be left alone.
+            pause = min(max(pause, _asked_pause(error)), patience_seconds - waited + 1)
             _events.append({"what": what, "reason": reason, "tries": tries, "waited_seconds": waited})
             logger.warning("%s: %s; trying again in %.0f s", what, reason, pause)
             time.sleep(pause)
@@ -78,10 +80,11 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _asked_pause(error: BaseException) -> float:
-    """Seconds that a server asks to be left alone by Retry-After, else 0."""
+    """Seconds that a server asks to be left alone by Retry-After, a number or a date, else 0."""
     for cause in _causes(error):
         with contextlib.suppress(AttributeError, KeyError, ValueError):
-            return float(cause.response.headers["Retry-After"])  # type: ignore[attr-defined]
+            asked = cause.response.headers["Retry-After"]  # type: ignore[attr-defined]
+            return float(asked) if asked.isdecimal() else parsedate_to_datetime(asked).timestamp() - time.time()
     return 0.0
 
 

@@ -44,6 +44,7 @@ GZIP_SPAN_BYTES = 32 * 2**20
 START_PATIENCE_SECONDS = 120.0
 TEXT_DOCUMENT_BYTES = 64 * 2**10
 SAMPLE_BYTES = 2**20
+SAMPLES = 64
 EMBEDDED_DOCSTRING_CHARACTERS = 80
 KINDS = {".parquet": "parquet", ".jsonl": "lines", ".json": "lines", ".ndjson": "lines", ".txt": "text"}
 FAULTS: dict[type[Exception], str] = {
@@ -115,7 +116,7 @@ class Source:
             values = list(_embedded_documents())
         elif kind == "parquet":
             with _opened(unit.file) as handle:
-                reader = pq.ParquetFile(handle, metadata=_footer(unit.file))
+                reader = pq.ParquetFile(handle, metadata=_footer(unit.file, _version(unit.file)))
                 rows = reader.read_row_group(unit.start, columns=[self.text_column], use_threads=False)
             values = rows[0].cast(pa.large_binary()).to_pylist()  # arrow does not check what a file calls text
         elif kind == "lines":
@@ -233,15 +234,17 @@ def _local_files(dataset: str) -> list[str] | None:
 
 
 def _identity(files: list[str]) -> str:
-    """Hash of the files' names below their common folder, sizes, first and last MiB."""
+    """Hash of the files' names below their common folder, sizes and content, of large ones evenly spread samples."""
     root = os.path.commonpath([os.path.dirname(file) for file in files])
     identity = xxhash.xxh3_64()
     for file in files:
         with _opened(file, uncompressed=False) as handle:
-            head = handle.read(SAMPLE_BYTES)
             size = handle.seek(0, os.SEEK_END)
-            handle.seek(max(len(head), size - SAMPLE_BYTES))
-            identity.update(f"{Path(file).relative_to(root).as_posix()}\0{size}\0".encode() + head + handle.read())
+            identity.update(f"{Path(file).relative_to(root).as_posix()}\0{size}\0".encode())
+            for sample in range(SAMPLES):
+                start, stop = size * sample // SAMPLES, size * (sample + 1) // SAMPLES
+                handle.seek(max(start, stop - SAMPLE_BYTES))
+                identity.update(handle.read(stop - handle.tell()))
     return identity.hexdigest()
 
 
@@ -284,6 +287,8 @@ def _reading(file: str, read: Callable[[], T], patience_seconds: float) -> T:
         raise BadFile(f"dataset: {file} is not UTF-8 text ({error}); convert it, say with iconv") from error
     except (OSError, *BROKEN) as error:
         reason = first_line(error)
+        if "://" not in file and getattr(error, "errno", None) is not None:  # the system's, not that of the content
+            raise UserError(f"dataset: {file} cannot be read ({reason}); mend that and start again") from error
         if getattr(error, "response", None) is not None:
             way_out = "check that it is there and that your token may read it"
             raise UserError(f"dataset: {file} is refused ({reason}); {way_out}") from error
@@ -301,7 +306,7 @@ def _file_units(file: str, text_column: str) -> tuple[list[Unit], int]:
     if is_page or head.startswith(b"version https://git-lfs"):
         raise BadFile(f"dataset: {file} is a Git LFS pointer or a web page, not the data; fetch the file itself")
     if _kind(file) == "parquet":
-        metadata = _footer(file)
+        metadata = _footer(file, _version(file))
         schema = metadata.schema.to_arrow_schema()
         if text_column not in schema.names:
             raise _no_column(file, text_column, schema.names)
@@ -325,9 +330,14 @@ def _file_units(file: str, text_column: str) -> tuple[list[Unit], int]:
 
 
 @functools.lru_cache(maxsize=32)  # an entry can take megabytes, so only those of the files being read
-def _footer(file: str) -> Any:
+def _footer(file: str, version: Any) -> Any:
     with _opened(file) as handle:
         return pq.read_metadata(handle)
+
+
+def _version(file: str) -> tuple[int, int] | None:
+    """What tells a local file from one written over it; on the Hub the commit in the name does."""
+    return None if "://" in file else (os.stat(file).st_size, os.stat(file).st_mtime_ns)
 
 
 def _no_column(file: str, text_column: str, columns: list[str]) -> BadFile:
@@ -352,10 +362,11 @@ def _read_lines(unit: Unit) -> bytes:
         data = handle.read() if unit.stop < 0 else handle.read(unit.stop - start)
         if unit.start:
             _, _, data = data.partition(b"\n")
-        while data and not data.endswith(b"\n") and (more := handle.read(2**16)):  # the rest of the last line
-            line, end, _ = more.partition(b"\n")
-            data += line + end
-    return data.removeprefix(b"\xef\xbb\xbf")
+        parts = [data]
+        while parts[-1] and not parts[-1].endswith(b"\n"):  # the rest of the last line
+            line, end, _ = handle.read(2**16).partition(b"\n")
+            parts.append(line + end)
+    return b"".join(parts).removeprefix(b"\xef\xbb\xbf")
 
 
 @functools.lru_cache(maxsize=1)

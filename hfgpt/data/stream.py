@@ -15,7 +15,7 @@ import os
 import signal
 import sys
 from collections import Counter, deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, NamedTuple
@@ -25,6 +25,7 @@ import torch.utils.data
 import xxhash
 from numpy.lib.stride_tricks import sliding_window_view
 
+from hfgpt.data.permutation import hash_of, hashes, permutation
 from hfgpt.data.remote import take_events
 from hfgpt.data.sources import IN_MEMORY_BYTES, Source, Unit, Unusable
 from hfgpt.data.tokenization import Encoder
@@ -34,8 +35,11 @@ MAX_STREAMS = 96
 PARTS_PER_STREAM = 8
 CACHED_UNITS = 4
 ENCODED_TOGETHER = 8
+TOLD_TOKENS = 24
+# A stream whose parts have no document, by chance, in one epoch has other parts in the next.
+MAX_EMPTY_EPOCHS = 8
 
-Origin = tuple[int, int, int]
+Origin = tuple[int, int, int, int]
 # Fingerprint keys in the user's words, where they are not settings by their own name.
 SETTINGS = {
     "dataset.dataset": "dataset",
@@ -55,8 +59,9 @@ class StepBatch:
     """One step's blocks for one process, int32 [blocks_per_step / world, sequence_length + 1].
 
     `position`: its share of the position after the step, see `merge_positions`. `skipped`: rows passed over, by reason.
-    `documents`: (epoch, unit, row) of those in the step, for each logical stream; the first of them is the last of the
-    stream's step before, whose end the step may take up. `retries`: records of reads that were tried again.
+    `documents`: (epoch, unit, row, start) of those in the step, for each logical stream; `start` counts its tokens in
+    the step from 0. The first document is the last of the stream's step before, whose end the step may take up; it
+    starts at 0 or below. `retries`: records of reads that were tried again.
     """
 
     blocks: np.ndarray
@@ -105,7 +110,7 @@ class MemoryBlocks:
             yield StepBatch(blocks, {"epoch": epoch, "block": len(order) - len(left)})
 
     def _epoch_starts(self, epoch: int) -> np.ndarray:
-        phase = _hash(self.seed, epoch, 0) % self._phases
+        phase = hash_of(self.seed, epoch, 0) % self._phases
         count = (len(self.tokens) - phase - 1) // self.sequence_length
         return phase + self.sequence_length * permutation(count, self.seed, epoch, 1)
 
@@ -114,7 +119,7 @@ class _Document(NamedTuple):
     """Tokens of one document, its [epoch, part, row], its (epoch, unit, row), and the rows passed over before it."""
 
     place: list[int]
-    origin: Origin
+    origin: tuple[int, int, int]
     ids: np.ndarray
     skipped: Counter[str] | None
 
@@ -157,7 +162,7 @@ class DocumentStream:
         pending = deque([next(documents)])
         held, skipped = len(pending[0].ids), Counter(pending[0].skipped)
         while True:
-            origins = [pending[0].origin]
+            origins = [(*pending[0].origin, -token)]
             while held <= token + advance:
                 pending.append(next(documents))
                 held += len(pending[-1].ids)
@@ -168,7 +173,7 @@ class DocumentStream:
             while token >= len(pending[0].ids):
                 length = len(pending.popleft().ids)
                 token, held = token - length, held - length
-                origins.append(pending[0].origin)
+                origins.append((*pending[0].origin, advance - token))
                 if pending[0].skipped:  # counted when the cursor passes them, so that a resume counts none twice
                     skipped.update(pending[0].skipped)
             yield StepBatch(blocks, {"streams": [[*pending[0].place, token]]}, skipped, [origins])
@@ -177,7 +182,7 @@ class DocumentStream:
     def documents(self, stream: int, cursor: list[int]) -> Iterator[_Document]:
         """The documents of one logical stream, endless, from the one at `cursor` on."""
         epoch, first_part, first_row, _ = cursor
-        found, skipped = first_part + first_row > 0, Counter[str]()
+        found, skipped, empty_epochs = first_part + first_row > 0, Counter[str](), 0
         chunk: list[tuple[int, int, str, Counter[str] | None]] = []  # encoded together, which is faster
         while True:
             parts = self._epoch_parts(epoch)[stream :: self.streams].copy()
@@ -199,7 +204,8 @@ class DocumentStream:
                             yield _Document([epoch, part, at], (epoch, int(unit), origin), ids, before)
                         chunk = []
                 first_row = 0
-            if not found:
+            empty_epochs = 0 if found else empty_epochs + 1
+            if empty_epochs == MAX_EMPTY_EPOCHS:
                 raise self._too_few(f"stream {stream} found none ({dict(skipped)} passed over)", skipped)
             epoch, first_part, found = epoch + 1, 0, False
 
@@ -207,8 +213,8 @@ class DocumentStream:
         """All rows (unit, part, parts) in the epoch's order: units shuffled, the parts of one side by side, so that
         neighbouring streams, which share a process, read the same unit at about the same time.
         """
-        by_unit = _hashes(self._parts[:, 0], self.seed, epoch, 3)
-        by_part = _hashes(np.arange(len(self._parts)), self.seed, epoch, 4)
+        by_unit = hashes(self._parts[:, 0], self.seed, epoch, 3)
+        by_part = hashes(np.arange(len(self._parts)), self.seed, epoch, 4)
         return self._parts[np.lexsort((by_part, by_unit))]
 
     def _cut_units(self) -> np.ndarray:
@@ -324,6 +330,29 @@ def side_by_side(parts: Sequence[StepBatch]) -> StepBatch:
     )
 
 
+def named_documents(
+    stream: Stream, decode: Callable[[np.ndarray], str], batch: StepBatch, rows: Sequence[int]
+) -> list[dict[str, Any]]:
+    """Where the text in the given rows of a whole step's blocks stands in the data set, and how it begins in them.
+
+    Text in memory is one run of tokens, of which only the beginning of each row is told.
+    """
+    if isinstance(stream, MemoryBlocks):
+        return [{"row_of_step": row, "text": decode(batch.blocks[row, :TOLD_TOKENS])} for row in rows]
+    named, each, length = [], len(batch.blocks) // stream.streams, stream.sequence_length
+    for number, origins in enumerate(batch.documents):
+        run = batch.blocks[number * each : (number + 1) * each, :-1].ravel()
+        starts = [start for *_, start in origins]
+        wanted = {row - number * each for row in rows if row // each == number}
+        for (epoch, unit, row, start), stop in zip(origins, [*starts[1:], len(run)], strict=True):
+            if not wanted.isdisjoint(range(max(start, 0) // length, -(-stop // length))):
+                file, place, *_ = stream.source.units[unit]
+                part = {"row_group" if file.endswith(".parquet") else "from_byte": place, "row": row}
+                text = decode(run[max(start, 0) : min(stop, max(start, 0) + TOLD_TOKENS)])
+                named.append({"file": file, **part, "epoch": epoch, "text": text, "goes_on": start < 0})
+    return named
+
+
 def batch_hash(blocks: np.ndarray) -> str:
     """xxh3_64 (hex) of a step's blocks as little-endian int32, in the stream's own order."""
     return xxhash.xxh3_64_hexdigest(np.ascontiguousarray(blocks, dtype="<i4").data)
@@ -365,30 +394,6 @@ def resumed_position(
     if isinstance(stream, MemoryBlocks):
         return {"epoch": epoch, "block": 0}, words
     return {"streams": [[epoch, 0, 0, 0] for _ in range(stream.streams)]}, words
-
-
-def permutation(count: int, *keys: int) -> np.ndarray:
-    """A permutation of range(count), int64, that depends on `keys` alone (numpy's own may change)."""
-    return np.argsort(_hashes(np.arange(count), *keys), kind="stable")
-
-
-def _hash(*keys: int) -> int:
-    """`_hashes` of one value after the other, in plain integers, which is faster for so few."""
-    state, mask = 0, 2**64 - 1
-    for key in keys:
-        state = ((state ^ key % 2**64) + 1) * 0x9E3779B97F4A7C15 & mask
-        state = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 & mask
-        state = (state ^ state >> 27) * 0x94D049BB133111EB & mask
-        state ^= state >> 31
-    return state
-
-
-def _hashes(values: np.ndarray, *keys: int) -> np.ndarray:
-    """64 well-mixed bits for each value: splitmix64 (Steele, Lea and Flood, 2014) seeded by `keys`."""
-    bits = (values.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(_hash(*keys))
-    bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return bits ^ (bits >> np.uint64(31))
 
 
 def _divisors(number: int) -> list[int]:

@@ -1,0 +1,130 @@
+"""Steps that are not finite: left out on all processes, and traced to their text."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from itertools import islice
+from pathlib import Path
+
+import pytest
+import torch
+from running import TINY, TWO, hashes, records, trained
+from safetensors.torch import load_file
+from transformers import TrainerCallback
+
+from hfgpt import Pretrainer
+from hfgpt.data.stream import iterate
+
+
+@pytest.mark.parametrize("bad_steps", [{3}, {2, 3}])
+def test_a_step_that_is_not_finite_is_left_out(config, bad_steps):
+    class Poison(TrainerCallback):
+        def on_step_begin(self, args, state, control, model=None, **kwargs):
+            self.before = {name: value.clone() for name, value in model.state_dict().items()}
+            # Only backward is poisoned, so that the loss alone would not tell.
+            hook = (lambda gradient: gradient * float("nan")) if state.global_step + 1 in bad_steps else None
+            self.handle = model.transformer.ln_f.weight.register_hook(hook) if hook else None
+
+        def on_step_end(self, args, state, control, model=None, **kwargs):
+            if self.handle:
+                self.handle.remove()
+                assert all(torch.equal(value, self.before[name]) for name, value in model.state_dict().items())
+
+    pretrainer = trained(config(), Poison())
+    skipped = records(pretrainer, "reason")
+    assert [line["step"] for line in skipped] == sorted(bad_steps)
+    assert all(line["event"] == "skip_step" for line in skipped)
+    assert all(parameter.isfinite().all() for parameter in pretrainer.raw_model.parameters())
+    assert len(hashes(pretrainer)) == 6  # the text goes on
+
+
+def test_a_run_that_stays_not_finite_stops_with_its_last_good_checkpoint(config, monkeypatch):
+    monkeypatch.setattr("hfgpt.guard.MAX_SKIPPED_STEPS", 2)
+
+    class Poison(TrainerCallback):
+        def on_step_begin(self, args, state, control, model=None, **kwargs):
+            if state.global_step == 2:
+                model.transformer.ln_f.weight.register_hook(lambda gradient: gradient * float("inf"))
+
+    pretrainer = Pretrainer(config(), [Poison()])
+    with pytest.raises(RuntimeError, match="2 steps in a row, up to step 4"):
+        pretrainer.train()
+    assert [path.name for path in pretrainer.run.checkpoints()] == ["checkpoint-2"]
+    weights = load_file(pretrainer.run.path / "checkpoint-latest" / "model.safetensors")
+    assert all(value.isfinite().all() for value in weights.values())
+
+
+class PoisonMicroBatch(TrainerCallback):
+    """Makes the loss of one micro-batch of a step not a number, on one process."""
+
+    def __init__(self, step, micro_batch, rank=0):
+        self.step, self.micro_batch, self.rank, self.seen = step, micro_batch, rank, -1
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        def poison(module, arguments, output):
+            self.seen += 1
+            if (self.now, self.seen, int(os.environ.get("RANK", "0"))) == (self.step, self.micro_batch, self.rank):
+                output.loss = output.loss * float("nan")
+            return output
+
+        model.register_forward_hook(poison)
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self.now, self.seen = state.global_step + 1, -1
+
+
+def test_the_documents_of_a_bad_micro_batch_are_named(config, document_folder):
+    options = {"dataset": str(document_folder), "streaming": True, "tokenizer": "bpe-300", "logging_steps": 3}
+    options |= {"gradient_accumulation_steps": 4, "per_device_train_batch_size": 4}
+    pretrainer = trained(config(**options), PoisonMicroBatch(step=3, micro_batch=1))
+    [record] = records(pretrainer, "documents")
+    assert record["step"] == 3 and record["event"] == "skip_step" and record["ranks"] == [0]
+    decode = pretrainer.data.tokenizer.decode
+    batch = next(islice(iterate(pretrainer.data.train, None), 2, None))
+    rows = ["".join(decode(row[:-1])) for row in batch.blocks[4:8]]
+    assert record["documents"]
+    for document in record["documents"]:
+        lines = Path(document["file"]).read_text().splitlines()
+        text = json.loads(lines[document["row"]])["text"]
+        assert document["text"] in text if document["goes_on"] else text.startswith(document["text"])
+        assert any(document["text"][:10] in row for row in rows)
+    begun = sum(row.count("<|endoftext|>") for row in rows)
+    assert begun <= len(record["documents"]) <= begun + 4
+
+
+def test_the_beginnings_of_bad_rows_are_told_of_text_in_memory(config):
+    pretrainer = trained(config(), PoisonMicroBatch(step=2, micro_batch=0))
+    [record] = records(pretrainer, "documents")
+    batch = next(islice(iterate(pretrainer.data.train, None), 1, None))
+    expected = [pretrainer.data.tokenizer.decode(row[:-1]) for row in batch.blocks[:8]]
+    assert record["documents"] == [{"row_of_step": row, "text": text} for row, text in enumerate(expected)]
+
+
+RECIPE = """
+import sys
+sys.path.insert(0, "{tests}")
+from hfgpt import PretrainConfig, Pretrainer, run_recipe
+from test_guard import PoisonMicroBatch
+
+run_recipe(lambda: Pretrainer(PretrainConfig.from_cli(), [PoisonMicroBatch(3, 0, rank=1)]).train())
+"""
+
+
+@pytest.mark.slow
+def test_processes_leave_out_a_step_together_and_name_the_one_it_came_from(tmp_path, document_folder):
+    recipe = tmp_path / "recipe.py"
+    recipe.write_text(RECIPE.format(tests=Path(__file__).parent))
+    command = [*TWO, str(recipe), "--output_dir", str(tmp_path / "run"), "--dataset", str(document_folder), *TINY]
+    command += ["--streaming", "true", "--max_steps", "5", "--tokens_per_step", "512"]
+    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert "step 3 is left out" in done.stderr and "on process 1" in done.stderr
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    [record] = [line for line in lines if line.get("event") == "skip_step"]
+    assert record["step"] == 3 and record["ranks"] == [1] and record["documents"]
+    assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3, 4, 5]
+    weights = load_file(tmp_path / "run" / "checkpoint-5" / "model.safetensors")
+    assert all(value.isfinite().all() for value in weights.values())
