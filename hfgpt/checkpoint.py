@@ -12,12 +12,13 @@ import math
 import os
 import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import xxhash
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -43,6 +44,18 @@ FUNCTION = (
     *("vocab_size", "n_layer", "n_head", "n_embd", "n_positions", "n_inner", "activation_function"),
     *("layer_norm_epsilon", "scale_attn_weights", "scale_attn_by_inverse_layer_idx", "tie_word_embeddings"),
 )
+NUMBER = (int, float)
+# What training_state/ holds as JSON: the type of each value, or the same of a dictionary's; in a list: or null.
+STATE_FORM: dict[str, dict[str, Any]] = {
+    "trainer_state": {
+        **{"run_id": str, "step": int, "num_input_tokens_seen": int, "wall_seconds": NUMBER, "config": dict},
+        "schedule": {"curve_steps": int, "since": int, "at": NUMBER, "pace": NUMBER},
+        "skipped_rows": dict,
+        "evaluation": [{"eval_loss": NUMBER, "eval_perplexity": NUMBER, "eval_tokens": int}],
+        **{"evaluation_step": int, "gradient_scaler": (dict, type(None))},
+    },
+    "data_state": {"fingerprint": dict, "position": dict},
+}
 _WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
@@ -70,12 +83,16 @@ def write_checkpoint(run: RunFolder, step: int, write: Callable[[Path], None], k
     if final.exists():  # a broken folder of this step: a whole one would have been resumed
         _remove(final)
     os.rename(aside, final)
-    link, latest = run.path / f".{LATEST}.tmp", run.path / LATEST
-    link.unlink(missing_ok=True)
-    link.symlink_to(final.name)
-    if latest.is_dir() and not latest.is_symlink():  # made by a copy that follows links
-        run.abandon(latest)
-    os.replace(link, latest)
+    try:
+        link, latest = run.path / f".{LATEST}.tmp", run.path / LATEST
+        link.unlink(missing_ok=True)
+        link.symlink_to(final.name)
+        if latest.is_dir() and not latest.is_symlink():  # made by a copy that follows links
+            run.abandon(latest)
+        os.replace(link, latest)
+    except OSError as error:  # not every file system has links
+        logger.warning("%s could not be made to point at %s: %s", latest, final.name, error)
+        keep = None  # it may still point at an older one
     _sync(run.path)
     if keep:
         _rotate(run, final, keep)
@@ -89,11 +106,11 @@ def _rotate(run: RunFolder, newest: Path, keep: int) -> None:
     for folder in run.checkpoints():
         try:
             state = read_state(folder, "trainer_state")
-            if state["run_id"] == run_id:
-                evaluated = state["evaluation"] and state["evaluation_step"] == state["step"]
-                losses[folder] = state["evaluation"]["eval_loss"] if evaluated else math.inf
-        except (OSError, ValueError, KeyError):
+        except UserError:
             continue  # not ours to judge
+        if state["run_id"] == run_id:
+            evaluated = state["evaluation_step"] == state["step"]
+            losses[folder] = state["evaluation"]["eval_loss"] if evaluated else math.inf
     best = min(losses, key=lambda folder: losses[folder])
     ranked = sorted(losses, key=lambda folder: (folder != newest, folder != best))  # stable: the others newest first
     for old in ranked[keep:]:
@@ -179,12 +196,12 @@ def fault(folder: Path) -> str | None:
 def find_checkpoint(run: RunFolder, wanted: str) -> Path | None:
     """The checkpoint to resume from: `wanted` is a folder, "latest" (None when there is none) or "never".
 
-    "latest" is the newest whole one; broken ones are named and passed over. Raises UserError for a folder that is
-    not a whole checkpoint, and for a run folder that would be overwritten.
+    "latest" is the run's newest whole one; broken and foreign ones are named and passed over. Raises UserError for a
+    folder that is not a whole checkpoint, and for a run folder that would be overwritten.
     """
     if wanted == "latest":
         for folder in run.checkpoints():
-            if (problem := fault(folder)) is None:
+            if (problem := fault(folder) or _foreign(folder, run.run_id())) is None:
                 return folder
             logger.warning("%s is not used: %s", folder, problem)
         if run.checkpoints():
@@ -211,6 +228,15 @@ def find_checkpoint(run: RunFolder, wanted: str) -> Path | None:
             "name another output_dir"
         )
     return folder
+
+
+def _foreign(folder: Path, run_id: str | None) -> str | None:
+    """Why a whole folder is not one of the run's checkpoints, or None."""
+    try:
+        same = run_id in (None, read_state(folder, "trainer_state")["run_id"])
+    except UserError as error:
+        return str(error)
+    return None if same else "it is of another run"
 
 
 def snapshot(model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, torch.Tensor]]:
@@ -240,8 +266,32 @@ def save_training_state(
 
 
 def read_state(folder: Path, name: str) -> dict[str, Any]:
-    """`trainer_state` or `data_state` of a checkpoint."""
-    return json.loads((folder / STATE / f"{name}.json").read_text(encoding="utf-8"))
+    """`trainer_state` or `data_state` of a checkpoint. Raises UserError where it is not as hfgpt writes it."""
+    path = folder / STATE / f"{name}.json"
+    try:
+        state = json.loads(path.read_text(encoding="utf-8"))
+        wrong = _misformed(state, STATE_FORM[name])
+    except (OSError, ValueError, RecursionError) as error:
+        wrong = [f"{type(error).__name__}: {error}"]
+    if wrong:
+        raise UserError(f"{path} is not as this version writes it ({', '.join(wrong)}); take another checkpoint")
+    return state
+
+
+def _misformed(value: Any, form: dict[str, Any]) -> list[str]:
+    """Keys of `value` that are missing, or not of the form asked for."""
+    if not isinstance(value, dict):
+        return ["not an object"]
+    wrong = []
+    for key, kind in form.items():
+        if isinstance(kind, list):
+            kind = kind[0] if value.get(key) is not None else type(None)
+        if key not in value or not isinstance(kind, dict):
+            fine = key in value and isinstance(value[key], kind)
+            wrong += [] if fine else [key]
+        else:
+            wrong += [f"{key}.{inner}" for inner in _misformed(value[key], kind)]
+    return wrong
 
 
 def changed_settings(then: dict[str, Any], now: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -256,23 +306,36 @@ def load_model_and_optimizer(folder: Path, model: PreTrainedModel, optimizer: to
 
     Raises UserError where the checkpoint is of a model that computes another function.
     """
-    ours = model.config.to_dict()
-    saved = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    changed = [f"model.{key}: {saved[key]} there, {ours[key]} here" for key in FUNCTION if saved[key] != ours[key]]
+    try:
+        saved = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        weights, moments = load_file(folder / "model.safetensors"), load_file(folder / STATE / "optimizer.safetensors")
+    except (OSError, ValueError, RecursionError, SafetensorError) as error:
+        raise UserError(f"resume_from_checkpoint={folder}: cannot be read ({error}); take another one") from error
+    ours, saved = model.config.to_dict(), saved if isinstance(saved, dict) else {}
+    changed = [
+        f"model.{key}: {saved.get(key)} there, {ours[key]} here" for key in FUNCTION if saved.get(key) != ours[key]
+    ]
     if changed:
         raise UserError(f"resume_from_checkpoint={folder}: another model; " + "; ".join(changed))
-    weights = load_file(folder / "model.safetensors")
-    missing, unexpected = model.load_state_dict(weights, strict=False)
-    if unexpected or set(missing) - ({"lm_head.weight"} if model.config.tie_word_embeddings else set()):
-        raise UserError(f"{folder / 'model.safetensors'}: parameters differ: {[*missing, *unexpected]}")
+    names = dict(model.named_parameters())
+    if differing := _differing(weights, names):
+        raise UserError(f"{folder / 'model.safetensors'}: parameters differ: {differing}; take another checkpoint")
     state: Any = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
-    moments = load_file(folder / STATE / "optimizer.safetensors")
-    if {f"{key}.{name}" for name, values in state["state"].items() for key in values} != moments.keys():
-        raise UserError(f"resume_from_checkpoint={folder}: it holds the state of another optimizer; restore optim")
+    here = {f"{key}.{name}": value for name, values in state["state"].items() for key, value in values.items()}
+    if differing := _differing(moments, here):
+        text = f"it holds the state of another optimizer; restore optim ({differing} differ)"
+        raise UserError(f"resume_from_checkpoint={folder}: {text}")
+    model.load_state_dict(weights, strict=False)
     for key, value in moments.items():
         kind, name = key.split(".", 1)
         state["state"][name][kind] = value
     set_optimizer_state_dict(model, optimizer, state, options=StateDictOptions(full_state_dict=True))
+
+
+def _differing(there: Mapping[str, torch.Tensor], here: Mapping[str, torch.Tensor]) -> list[str]:
+    """A few names that only one of them has, or with another shape."""
+    names = [name for name in {**here, **there} if name not in here or name not in there]
+    return (names or [name for name in here if here[name].shape != there[name].shape])[:3]
 
 
 def _facts(path: Path) -> dict[str, Any]:

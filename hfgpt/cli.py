@@ -163,3 +163,7 @@ def audit(
             print(f"{key.replace('_', ' '):22} {shown}")
     if facts["problems"]:
         raise RunError(f"run {run}: {'; '.join(facts['problems'])}")
+
+
+if __name__ == "__main__":
+    main()

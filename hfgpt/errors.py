@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class UserError(ValueError):
     """Wrong use: a key, a file or a text that cannot work. Exit code 2.
 
     Each of `problems` is one line that names what is wrong, its value, and the way out.
     """
+
+    retries: list[dict[str, Any]] = []  # noqa: RUF012 records of what was tried before, where there are any
 
     def __init__(self, *problems: str) -> None:
         self.problems = problems
@@ -18,8 +22,10 @@ class RunError(RuntimeError):
     """A run that cannot go on, with its cause in one line; what it had reached is saved.
 
     `exit_code`: 1, or 128 + the number of the signal that ended the run. `everywhere`: told by every process, as the
-    main one may be gone.
+    main one may be gone. `retries`: records of what was tried before.
     """
+
+    retries: list[dict[str, Any]] = []  # noqa: RUF012
 
     def __init__(self, message: str, exit_code: int = 1, everywhere: bool = False) -> None:
         super().__init__(message)

@@ -104,11 +104,12 @@ class Plan:
         }
 
 
-def run_facts(plan: Plan, data: dict[str, Any]) -> dict[str, Any]:
+def run_facts(run_id: str, plan: Plan, data: dict[str, Any]) -> dict[str, Any]:
     """Content of run.json; `data` is the fingerprint of the training text."""
     packages = ("torch", "transformers", "accelerate", "datasets", "tokenizers", "safetensors")
     counts = parameter_counts(plan.model)
     return {
+        "run_id": run_id,
         "config": plan.config.to_dict(),
         "model": {
             **plan.model.to_dict(),

@@ -7,6 +7,7 @@ import logging
 import math
 import os
 import re
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,13 @@ class RunFolder:
     def holds_run(self) -> bool:
         return self.metrics.exists() or self.run_json.exists() or bool(self.checkpoints())
 
+    def run_id(self) -> str | None:
+        """The run's own name, by which its checkpoints know it; None where there is no run.json."""
+        try:
+            return json.loads(self.run_json.read_text(encoding="utf-8"))["run_id"]
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
     def check_writable(self) -> None:
         """Raise UserError where the folder cannot be made or written, before anything is."""
         place = self.path.absolute()
@@ -92,8 +100,10 @@ class RunFolder:
         """Drop the records of steps after `step`, which a resumed run makes again, and a line cut short.
 
         Checkpoints of later steps belong to the course that was left: they are renamed, so that none of them is
-        taken for the newest.
+        taken for the newest. What a killed process left of a checkpoint is removed.
         """
+        for rest in self.path.glob(".checkpoint-*") if self.writes else []:
+            shutil.rmtree(rest, ignore_errors=True)
         for folder in self.checkpoints() if self.writes else []:
             if int(folder.name.split("-")[1]) > step:
                 self.abandon(folder)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import time
 import uuid
@@ -16,15 +15,16 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerFast, TrainerCallback
+from transformers import TrainerCallback
 from transformers.trainer_callback import TrainerControl, TrainerState
 
 from hfgpt import checkpoint
 from hfgpt.callbacks import CallbackArguments, MFUCallback, PerplexityCallback, callback_handler
 from hfgpt.config import PretrainConfig
 from hfgpt.configuration_hfgpt import model_config
-from hfgpt.data import TextData, prepare_data
-from hfgpt.data.stream import StepBatch, batch_hash, iterate, named_documents, resumed_position, side_by_side
+from hfgpt.data import TextData, prepare_again, prepare_data, told_counts
+from hfgpt.data.position import resumed_position
+from hfgpt.data.stream import StepBatch, batch_hash, iterate, named_documents, side_by_side
 from hfgpt.data.tokenization import save_tokenizer
 from hfgpt.device import choose_compile, device_name, memory_bytes, peak_memory_bytes, start_accelerator, step_seed
 from hfgpt.distributed import HostGroup
@@ -56,13 +56,18 @@ class Pretrainer:
         self.state.eval_steps = config.eval_steps
         self.signals = StopSignals()
         self.control = TrainerControl()
+        self.started = False
 
     def train(self) -> dict[str, Any]:
         self.setup()
         with self.signals, self.saver, closing(self.batches), self.host.contact():
-            self.start_run()
+            if self.accelerator.is_main_process:
+                print("\n".join(self.plan.lines()), flush=True)
+            batch = self.next_batch() if self.state.global_step < self.max_steps else None
+            self.start_run()  # nothing is written for a run whose text fails at once
             while self.state.global_step < self.max_steps and not self.control.should_training_stop:
-                mine, whole = self.next_batch()
+                mine, whole = batch or self.next_batch()
+                batch = None
                 self.control = self.handler.on_step_begin(self.args, self.state, self.control)
                 step = self.state.global_step + 1
                 self.after_step(whole, self.training_step(*self.to_tensors(mine.blocks), step=step))
@@ -76,7 +81,7 @@ class Pretrainer:
 
         Where the text of any process fails, or a signal reached it, all save what they have, and raise RunError.
         """
-        mine: StepBatch | Exception | None
+        mine: StepBatch | UserError | RunError | None
         try:
             with self.signals.waiting():
                 mine = next(self.batches)
@@ -85,7 +90,11 @@ class Pretrainer:
         except (UserError, RunError) as error:
             mine = error
         shares = self.host.gather(mine)
-        if faults := [share for share in shares if isinstance(share, Exception)]:
+        if faults := [share for share in shares if isinstance(share, UserError | RunError)]:
+            if not self.started:
+                raise faults[0]
+            for event in (event for fault in faults for event in fault.retries):
+                self._record(event="stream_retry", **event)
             self.stop(faults[0])
         whole = side_by_side([share for share in shares if isinstance(share, StepBatch)])
         return shares[self.accelerator.process_index], whole
@@ -93,7 +102,7 @@ class Pretrainer:
     def stop(self, fault: Exception) -> NoReturn:
         """Save what there is, and raise RunError with the way to go on. To be called on all processes."""
         self.finish(fault=str(fault))
-        message = f"{fault} after step {self.state.global_step}; continue with --resume_from_checkpoint latest"
+        message = f"{fault}; ended after step {self.state.global_step}; continue with --resume_from_checkpoint latest"
         raise RunError(message, getattr(fault, "exit_code", 1))
 
     def training_step(self, input_ids: Tensor, shift_labels: Tensor, *, step: int) -> StepResult:
@@ -144,8 +153,10 @@ class Pretrainer:
         self.state.is_local_process_zero = accelerator.is_local_main_process
         self.host = HostGroup(accelerator.num_processes)
         self.run = RunFolder(config.output_dir, writes=accelerator.is_main_process)
-        self.run.check_writable()
-        self.resumed_from = checkpoint.find_checkpoint(self.run, config.resume_from_checkpoint)
+        self.host.from_main(self.run.check_writable)
+        self.resumed_from = self.host.from_main(
+            partial(checkpoint.find_checkpoint, self.run, config.resume_from_checkpoint)
+        )
         self.batch = config.batch(accelerator.num_processes)
         check_memory(config, self.batch, self.precision.name, memory_bytes(device))
         self.data = self.host.from_main(self._prepare_data)
@@ -174,6 +185,7 @@ class Pretrainer:
         position, wall_seconds = None, 0.0
         self.evaluation: dict[str, Any] = {}  # the newest, of step `evaluation_step`
         self.evaluation_step = 0
+        self.skipped_rows: Counter[str] = Counter(self.data.skipped)
         self.run_id = uuid.uuid4().hex
         if self.resumed_from:
             position, wall_seconds = self._restore(self.resumed_from)
@@ -204,16 +216,14 @@ class Pretrainer:
         decode = partial(tokenizer.decode, skip_special_tokens=True)
         self.guard = StepGuard(self.run, self.host, partial(named_documents, self.data.train, decode))
         self.saver = checkpoint.Saver(self.run, config.save_total_limit, config.max_failed_saves)
-        self.skipped_rows: Counter[str] = Counter(self.data.skipped)
         self.saved_step = self.state.global_step if self.resumed_from else None
 
     def start_run(self) -> None:
-        """The plan on the screen, run.json, and the record that the run starts or goes on."""
-        if self.accelerator.is_main_process:
-            print("\n".join(self.plan.lines()), flush=True)
+        """run.json, and the record that the run starts or goes on."""
         step = self.state.global_step
+        self.started = True
         if not (self.resumed_from and self.run.run_json.exists()):
-            self.run.start(run_facts(self.plan, self.data.train.fingerprint))
+            self.run.start(run_facts(self.run_id, self.plan, self.data.train.fingerprint))
         self.run.rewind(step if self.resumed_from else -1)
         if self.resumed_from:
             changed = {"changed_settings": self.changed_settings, "changed_text": self.changed_text or None}
@@ -298,7 +308,7 @@ class Pretrainer:
         if (outcome := self.saver.ended(wait)) is None:
             return
         if isinstance(outcome, Path):
-            self._record(event="save", checkpoint=outcome.name)
+            self._record(event="save", checkpoint=outcome.name, skipped_rows=dict(self.skipped_rows))
             self.control = self.handler.on_save(self.args, self.state, self.control)
         else:
             self._record(event="save_failed", reason=str(outcome))
@@ -313,8 +323,7 @@ class Pretrainer:
         self.control = self.handler.on_train_end(self.args, self.state, self.control)
         self._record(event="end", skipped_rows=dict(self.skipped_rows), fault=fault)
         if self.skipped_rows and self.accelerator.is_main_process:
-            reasons = ", ".join(f"{count:,} {reason}" for reason, count in sorted(self.skipped_rows.items()))
-            print(f"rows of text left out: {reasons}", flush=True)
+            print(f"rows of text left out: {told_counts(self.skipped_rows)}", flush=True)
         if self.accelerator.num_processes > 1:
             # gloo's thread needs the interpreter once more to let go of its last work. A group that is freed in that
             # moment waits for the thread with the interpreter in hand, forever.
@@ -323,17 +332,10 @@ class Pretrainer:
         return self.evaluation
 
     def _prepare_data(self) -> TextData:
-        """The text; of a resumed run at its commit, and in the tokenizer that was trained for it."""
-        config, tokenizer = self.config, None
-        if self.resumed_from:
-            saved = checkpoint.read_state(self.resumed_from, "trainer_state")["config"]
-            commit = checkpoint.read_state(self.resumed_from, "data_state")["fingerprint"].get("dataset.commit")
-            if commit and config.dataset_revision == saved["dataset_revision"]:
-                config = dataclasses.replace(config, dataset_revision=commit)
-            own = config.tokenizer == "char" or config.tokenizer.startswith("bpe-")
-            if own and config.tokenizer == saved["tokenizer"]:
-                tokenizer = PreTrainedTokenizerFast.from_pretrained(self.resumed_from)
-        return prepare_data(config, self.batch.blocks_per_step, tokenizer)
+        if (folder := self.resumed_from) is None:
+            return prepare_data(self.config, self.batch.blocks_per_step)
+        saved, data = (checkpoint.read_state(folder, name) for name in ("trainer_state", "data_state"))
+        return prepare_again(self.config, self.batch.blocks_per_step, saved["config"], data["fingerprint"], folder)
 
     def _restore(self, folder: Path) -> tuple[dict[str, Any], float]:
         """Weights, optimizer, counters of a checkpoint; returns the text position and the seconds trained so far."""
@@ -347,7 +349,7 @@ class Pretrainer:
         self.state.global_step = trainer["step"]
         self.state.num_input_tokens_seen = trainer["num_input_tokens_seen"]
         self.evaluation, self.evaluation_step = trainer["evaluation"] or {}, trainer["evaluation_step"]
-        self.run_id = trainer["run_id"]
+        self.run_id, self.skipped_rows = trainer["run_id"], Counter(trainer["skipped_rows"])
         if self.max_steps < trainer["step"]:
             raise UserError(f"max_steps={self.max_steps}: {folder} is at step {trainer['step']}; state more steps")
         self.changed_settings = checkpoint.changed_settings(trainer["config"], self.config.to_dict())
@@ -373,6 +375,7 @@ class Pretrainer:
             "random_numbers": "seeded by (seed, step, process) at every step",
             "config": self.config.to_dict(),
             "gradient_scaler": scaler.state_dict() if scaler is not None else None,
+            "skipped_rows": dict(self.skipped_rows),
             "evaluation": self.evaluation or None,
             "evaluation_step": self.evaluation_step,
         }

@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 import logging
 import os
+import pickle
 import shutil
 from functools import partial
 
 import pytest
+from running import trained
+from safetensors.torch import load_file, save_file
 
-from hfgpt.checkpoint import MANIFEST, REQUIRED, fault, find_checkpoint, write_checkpoint
+from hfgpt.checkpoint import MANIFEST, REQUIRED, _facts, fault, find_checkpoint, write_checkpoint
 from hfgpt.errors import UserError
+from hfgpt.generation import load_checkpoint
 from hfgpt.run_folder import RunFolder
 
 
@@ -19,8 +23,12 @@ def fill(folder, run_id="this", eval_loss=None):
     for name in REQUIRED:
         (folder / name).write_bytes(b"w" * 1000)
     (folder / "model.safetensors").chmod(0o600)  # as safetensors makes it
-    evaluation = None if eval_loss is None else {"eval_loss": eval_loss}
-    state = {"run_id": run_id, "step": 1, "evaluation": evaluation, "evaluation_step": 1}
+    state = {"run_id": run_id, "step": 1, "num_input_tokens_seen": 1, "wall_seconds": 1.0, "config": {}}
+    state |= {"schedule": {"curve_steps": 9, "since": 0, "at": 0, "pace": 1}, "skipped_rows": {}}
+    state |= {"evaluation": None, "evaluation_step": 0, "gradient_scaler": None}
+    if eval_loss is not None:
+        evaluation = {"eval_loss": eval_loss, "eval_perplexity": 9.0, "eval_tokens": 9}
+        state |= {"evaluation": evaluation, "evaluation_step": 1}
     (folder / "training_state" / "trainer_state.json").write_text(json.dumps(state))
 
 
@@ -128,3 +136,118 @@ def test_records_after_the_resumed_step_are_dropped(tmp_path):
     lines = run.metrics.read_text().splitlines()
     assert len(lines) == 5 and '"loss": null' in lines[1]  # the separator splits the note for splitlines alone
     assert len(run.ledger.read_text().splitlines()) == 3
+
+
+class Bomb:
+    def __reduce__(self):
+        return (os.mkdir, (os.environ["BOMB"],))
+
+
+def sealed(folder):
+    """The folder with a manifest that fits what it holds."""
+    files = [path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST]
+    facts = {path.relative_to(folder).as_posix(): _facts(path) for path in files}
+    (folder / MANIFEST).write_text(json.dumps({"files": facts}))
+
+
+PICKLES = ["pytorch_model.bin", "training_state/optimizer.pt", "training_state/random_states_0.pkl", "optimizer.bin"]
+
+
+def test_a_planted_pickle_is_not_read(config, tmp_path, monkeypatch):
+    monkeypatch.setenv("BOMB", str(tmp_path / "exploded"))
+    trained(config(max_steps=4))
+    folder = tmp_path / "run" / "checkpoint-4"
+    for name in PICKLES:
+        (folder / name).write_bytes(pickle.dumps(Bomb()))
+    assert trained(config(resume_from_checkpoint="latest")).state.global_step == 6
+    sealed(folder)
+    load_checkpoint(folder)
+    for name in ("model.safetensors", "training_state/optimizer.safetensors"):
+        before = (folder / name).read_bytes()
+        (folder / name).write_bytes(pickle.dumps(Bomb()))
+        sealed(folder)
+        with pytest.raises(UserError, match="cannot be read"):
+            trained(config("other", resume_from_checkpoint=str(folder)))
+        (folder / name).write_bytes(before)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(UserError, match="cannot be read"):
+        load_checkpoint(folder)
+    assert not (tmp_path / "exploded").exists()
+    assert pickle.loads(pickle.dumps(Bomb())) is None and (tmp_path / "exploded").exists()  # the bomb does go off
+
+
+def edit(name, change):
+    def apply(folder):
+        path = folder / "training_state" / f"{name}.json"
+        state = json.loads(path.read_text())
+        path.write_text(json.dumps(change(state)))
+
+    return apply
+
+
+def other_tensors(folder, name, change):
+    tensors = change(load_file(folder / name))
+    save_file(tensors, folder / name)
+
+
+@pytest.mark.parametrize(
+    ("damage", "named"),
+    [
+        (edit("trainer_state", lambda state: []), "trainer_state.json is not as this version writes it"),
+        (edit("trainer_state", lambda state: {**state, "step": "4"}), r"\(step\)"),
+        (edit("trainer_state", lambda state: {**state, "schedule": {"curve_steps": "x"}}), "schedule"),
+        (edit("trainer_state", lambda state: {**state, "evaluation": {"eval_loss": 1}}), "evaluation"),
+        (edit("data_state", lambda state: {**state, "position": {"epoch": -1, "block": 0}}), "position"),
+        (edit("data_state", lambda state: {**state, "position": {"streams": [[0, 0]]}}), "position"),
+        (lambda folder: (folder / "config.json").write_text("{}"), "another model"),
+        (lambda folder: (folder / "config.json").write_text("[" * 100_000), "cannot be read"),
+        (partial(other_tensors, name="model.safetensors", change=lambda t: {}), "parameters differ"),
+        (
+            partial(
+                other_tensors,
+                name="training_state/optimizer.safetensors",
+                change=lambda tensors: {
+                    name: value[:1].clone() if value.dim() else value for name, value in tensors.items()
+                },
+            ),
+            "another optimizer",
+        ),
+    ],
+)
+def test_a_whole_folder_with_senseless_content_is_refused_by_name(config, tmp_path, damage, named):
+    trained(config(max_steps=4, save_steps=0))
+    folder = tmp_path / "run" / "checkpoint-4"
+    damage(folder)
+    sealed(folder)
+    with pytest.raises(UserError, match=named):
+        trained(config("other", resume_from_checkpoint=str(folder)))
+    assert not (tmp_path / "other").exists()
+
+
+def test_checkpoints_of_another_run_are_not_taken_for_this_runs(config, tmp_path, caplog):
+    trained(config("stranger", max_steps=8, seed=5))
+    trained(config(max_steps=4))
+    shutil.copytree(tmp_path / "stranger" / "checkpoint-8", tmp_path / "run" / "checkpoint-8")
+    resumed = trained(config(resume_from_checkpoint="latest", max_steps=10, save_total_limit=1))
+    assert "checkpoint-8 is not used: it is of another run" in caplog.text
+    assert resumed.resumed_from.name == "checkpoint-4"
+
+
+def test_a_file_system_without_links_keeps_whole_checkpoints(run, monkeypatch, caplog):
+    def refuse(*_, **__):
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr("pathlib.Path.symlink_to", refuse)
+    write_checkpoint(run, 30, fill, keep=1)
+    assert "could not be made to point at" in caplog.text
+    assert find_checkpoint(run, "latest") == run.checkpoint(30)
+    assert fault((run.path / "checkpoint-latest").resolve()) is None  # an older one, which is kept
+
+
+def test_what_a_killed_save_left_is_cleared_away(config, tmp_path):
+    trained(config(max_steps=4))
+    rest = tmp_path / "run" / ".checkpoint-5.tmp"
+    rest.mkdir()
+    (rest / "model.safetensors").write_bytes(b"half")
+    trained(config(resume_from_checkpoint="latest"))
+    assert not list((tmp_path / "run").glob(".checkpoint-*"))

@@ -44,7 +44,7 @@ def test_one_signal_saves_and_says_how_to_go_on(start, name, code):
     assert run.process.returncode == code
     step = check_stopped(run, name)
     assert stderr.strip().splitlines()[-1] == (
-        f"error: {name} after step {step}; continue with --resume_from_checkpoint latest"
+        f"error: {name}; ended after step {step}; continue with --resume_from_checkpoint latest"
     )
     again = start(ALONE, "--resume_from_checkpoint", "latest", "--max_steps", str(step + 4))
     again.end()

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import chain, islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -54,6 +55,10 @@ def prepare_data(
     one. Raises `UserError` for text that is missing or unusable; writes nothing.
     """
     hub = config.dataset_name, config.dataset_split, config.dataset_revision
+    if os.path.isdir(config.dataset) and Path(config.output_dir).resolve().is_relative_to(
+        Path(config.dataset).resolve()
+    ):
+        raise UserError(f"output_dir={config.output_dir}: lies in dataset={config.dataset}, whose files are the text")
     source = open_source(config.dataset, *hub, **_options(config))
     streaming, seed = config.streaming, config.seed
     # A document has a token at least, so that as many documents are enough.
@@ -127,9 +132,42 @@ def prepare_data(
             f"tokenizer: {config.tokenizer}, {len(tokenizer):,} entries",
             f"training: {how}",
             f"validation: {len(validation_run):,} tokens of {len(validation):,} documents, {origin}",
+            *([f"left out so far: {told_counts(skipped)}"] if skipped else []),
         ],
         skipped=skipped,
     )
+
+
+def prepare_again(
+    config: PretrainConfig,
+    blocks_per_step: int,
+    saved: dict[str, Any],
+    fingerprint: dict[str, Any],
+    folder: Path | None,
+) -> TextData:
+    """`prepare_data` for a run that has begun with settings `saved` on the text of `fingerprint`: at its commit, and in
+    the tokenizer trained for it, which the checkpoint `folder` holds.
+    """
+    pinned, commit, tokenizer = config, fingerprint.get("dataset.commit"), None
+    if commit and config.dataset_revision == saved["dataset_revision"]:
+        pinned = dataclasses.replace(config, dataset_revision=commit)
+    own = config.tokenizer == "char" or config.tokenizer.startswith("bpe-")
+    if folder and own and config.tokenizer == saved["tokenizer"]:
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    try:
+        return prepare_data(pinned, blocks_per_step, tokenizer)
+    except UserError as error:
+        if pinned is config or f"dataset_revision={commit}" not in str(error):
+            raise
+        if not config.accept_changed_text:
+            way_out = "this is the commit that the run began with; --accept_changed_text true goes on with the newest"
+            raise UserError(f"{error}; {way_out}") from error
+        return prepare_data(config, blocks_per_step, tokenizer)
+
+
+def told_counts(skipped: Counter[str]) -> str:
+    """Rows passed over, in words."""
+    return ", ".join(f"{count:,} {reason}" for reason, count in sorted(skipped.items()))
 
 
 def _options(config: PretrainConfig) -> dict[str, Any]:
@@ -185,7 +223,8 @@ def _hold_out(source: Source, skipped: Counter[str]) -> tuple[list[Unit], list[s
         if documents:
             rest = [unit._replace(rows=first)] if first else []
             return source.units[:i] + rest, documents, f"held out: unit {i} from row {first} on"
-    raise UserError("dataset: holds no usable document at its end; give an eval_dataset or another dataset")
+    passed_over = f" (passed over: {dict(skipped)})" if skipped else ""
+    raise UserError(f"dataset={source.description}: holds no usable document{passed_over}")
 
 
 def _encode(encoder: Encoder, texts: list[str]) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 from array import array
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hfgpt.config import PretrainConfig
-from hfgpt.data import TextData, prepare_data
+from hfgpt.data import TextData, prepare_again
 from hfgpt.data.sources import text_hash
 from hfgpt.data.stream import DocumentStream, Origin, StepBatch, batch_hash, iterate
 from hfgpt.errors import UserError
@@ -26,10 +27,14 @@ def audit(folder: str | Path) -> dict[str, Any]:
     try:
         facts = json.loads(run.run_json.read_text(encoding="utf-8"))
         ledger = [json.loads(line) for line in run.ledger.read_text(encoding="utf-8").splitlines()]
-    except (OSError, ValueError) as error:
+        steps = [line["step"] for line in ledger]
+        assert all({"batch_hash", "position"} <= line.keys() for line in ledger), "a line without a hash or position"
+        assert facts.keys() >= {"config", "data", "plan"}, "run.json without config, data and plan"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
         raise UserError(f"run {folder}: no readable run.json and ledger.jsonl ({error}); give a run folder") from None
-    steps = [line["step"] for line in ledger]
     problems = []
+    if (last := _last_step(run)) > len(steps):
+        problems.append(f"the ledger ends at step {len(steps)}, the run was at step {last}")
     if steps != list(range(1, len(steps) + 1)):
         problems.append(f"the ledger's {len(steps)} steps are not 1 to {len(steps)}, each once")
     data = _text_of(run, facts)
@@ -55,24 +60,25 @@ def audit(folder: str | Path) -> dict[str, Any]:
         "epochs_completed": seen.completed if seen.source else None,
         "validation_documents": len(seen.held_out) if seen.source else None,
         "leaked": seen.leaked if seen.source else None,
-        "skipped_rows": dict(seen.skipped),
+        "skipped_rows": dict(seen.skipped + data.skipped),
         "problems": problems,
     }
 
 
+def _last_step(run: RunFolder) -> int:
+    """The furthest step that the run's checkpoints and whole lines of metrics speak of."""
+    steps = [int(folder.name.split("-")[1]) for folder in run.checkpoints()]
+    for line in run.metrics.read_bytes().splitlines(keepends=True) if run.metrics.exists() else []:
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            steps.append(int(json.loads(line)["step"]))
+    return max(steps, default=0)
+
+
 def _text_of(run: RunFolder, facts: dict[str, Any]) -> TextData:
     """The text of a run at its commit, in the tokenizer of its newest checkpoint."""
-    from transformers import PreTrainedTokenizerFast
-
-    config = PretrainConfig(**facts["config"])
-    if commit := facts["data"].get("dataset.commit"):
-        config = dataclasses.replace(config, dataset_revision=commit)
-    tokenizer = None
-    if config.tokenizer == "char" or config.tokenizer.startswith("bpe-"):
-        for folder in run.checkpoints()[:1]:
-            tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
-    plan = facts["plan"]
-    return prepare_data(config, plan["micro_batch"] * plan["accumulation"] * plan["processes"], tokenizer)
+    plan, config = facts["plan"], PretrainConfig.from_layers(facts["config"])
+    blocks_per_step = plan["micro_batch"] * plan["accumulation"] * plan["processes"]
+    return prepare_again(config, blocks_per_step, facts["config"], facts["data"], next(iter(run.checkpoints()), None))
 
 
 class _Seen:

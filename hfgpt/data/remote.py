@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
+import signal
+import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator
@@ -43,7 +46,8 @@ def patiently(read: Callable[[], T], what: str, patience_seconds: float) -> T:
     began, pause, tries, broken = time.monotonic(), 1.0, 0, 0
     while True:
         try:
-            return read()
+            with _deadline(patience_seconds), _client_retries(what):
+                return read()
         except Exception as error:
             broken += isinstance(error, BROKEN)
             if not (isinstance(error, BROKEN) or is_passing(error)) or broken == TRIES_OF_A_BROKEN_FILE:
@@ -53,10 +57,60 @@ def patiently(read: Callable[[], T], what: str, patience_seconds: float) -> T:
                 raise RunError(f"{what} could not be read for {waited:.0f} s ({reason})") from error
             # One more try when the patience ends, however long a server asks to be left alone.
             pause = min(max(pause, _asked_pause(error)), patience_seconds - waited + 1)
-            _events.append({"what": what, "reason": reason, "tries": tries, "waited_seconds": waited})
-            logger.warning("%s: %s; trying again in %.0f s", what, reason, pause)
+            _note(what, reason, tries, waited, f"trying again in {pause:.0f} s")
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+
+
+def _note(what: str, reason: str, tries: int, waited_seconds: float, then: str) -> None:
+    _events.append({"what": what, "reason": reason, "tries": tries, "waited_seconds": waited_seconds})
+    logger.warning("%s: %s; %s", what, reason, then)
+
+
+@contextlib.contextmanager
+def _deadline(seconds: float) -> Iterator[None]:
+    """TimeoutError in what takes longer than `seconds`, be it a trickle of bytes that no time-out of the client ends.
+
+    Only the main thread of a process can be woken so.
+    """
+    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
+        yield
+        return
+
+    def wake(*_: object) -> None:
+        raise TimeoutError(f"it took more than {seconds:.0f} s")
+
+    before = signal.signal(signal.SIGALRM, wake)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@contextlib.contextmanager
+def _client_retries(what: str) -> Iterator[None]:
+    """Turn the lines in which the Hub client tells of its own retries into ours, and into records."""
+    began, reasons = time.monotonic(), ["fault"]
+
+    def take(record: logging.LogRecord) -> bool:
+        message = record.getMessage()
+        if "thrown while requesting" in message:
+            reasons.append(message.partition(" thrown while requesting")[0])
+        elif retry := re.search(r"\[Retry (\d+)/", message):
+            then = message.partition(" [Retry")[0].strip(". ").lower()
+            _note(what, reasons[-1], int(retry[1]), time.monotonic() - began, then)
+        else:
+            return True
+        return False
+
+    client = logging.getLogger("huggingface_hub.utils._http")
+    client.addFilter(take)
+    try:
+        yield
+    finally:
+        client.removeFilter(take)
 
 
 def is_passing(error: BaseException) -> bool:
@@ -110,8 +164,7 @@ def hub_files(
         return load_dataset_builder(dataset, name, revision=commit).config.data_files or {}, str(commit)
 
     try:
-        with quiet_hub():
-            splits, commit = patiently(resolve, given, patience_seconds)
+        splits, commit = patiently(resolve, given, patience_seconds)
     except RunError as error:
         raise UserError(f"{given}: no local file, and the Hub cannot be reached: {error}") from error
     except Exception as error:  # not found, not allowed, unknown configuration: each of its own type

@@ -45,6 +45,7 @@ START_PATIENCE_SECONDS = 120.0
 TEXT_DOCUMENT_BYTES = 64 * 2**10
 SAMPLE_BYTES = 2**20
 SAMPLES = 64
+MOST_NAMED_FILES = 32
 EMBEDDED_DOCSTRING_CHARACTERS = 80
 KINDS = {".parquet": "parquet", ".jsonl": "lines", ".json": "lines", ".ndjson": "lines", ".txt": "text"}
 FAULTS: dict[type[Exception], str] = {
@@ -171,7 +172,10 @@ def open_source(
         return Source([Unit(dataset, rows=len(documents))], "text", len(data), True, fingerprint, description)
     found, label = _local_files(dataset), dataset
     if is_local := found is not None:
-        files = found
+        if revision:
+            raise UserError(f"dataset_revision={revision}: dataset={dataset} is local and has none; leave it out")
+        files, others = found
+        label += f" ({others:,} files of other kinds left out)" if others else ""
     else:
         in_split, commit = hub_files(dataset, name, split, revision, min(patience_seconds, START_PATIENCE_SECONDS))
         fingerprint = {"dataset": dataset, "name": name, "split": split, "commit": commit}
@@ -194,7 +198,7 @@ def open_source(
             logger.warning("left out: %s", error)
         files = [file for file in files if file not in bad]
     if is_local:
-        fingerprint = {"files": len(files), "hash": _identity(files)}
+        fingerprint = _identity(files)
     for file in [file for file in files if _kind(file) == "lines"][:1]:
         _reading(file, partial(_check_lines, file, text_column), patience_seconds)
     units, sizes = zip(*(looks[file] for file in files), strict=True)
@@ -215,14 +219,16 @@ def _kind(file: str) -> str | None:
     return KINDS.get(Path(re.sub(r"(?<!\.parquet)\.gz$", "", file.lower())).suffix)
 
 
-def _local_files(dataset: str) -> list[str] | None:
-    """Absolute names of the readable files that `dataset` stands for, sorted; None for a Hub id."""
+def _local_files(dataset: str) -> tuple[list[str], int] | None:
+    """Absolute names of the files that `dataset` stands for, sorted, and how many of other kinds there are beside them;
+    None for a Hub id.
+    """
     path = Path(os.path.abspath(os.path.expanduser(dataset)))
     if path.exists() or glob.has_magic(dataset):
         pattern = os.path.join(glob.escape(str(path)), "**") if path.exists() else str(path)
         found = sorted(filter(os.path.isfile, [str(path), *glob.glob(pattern, recursive=True)]))
         if files := list(filter(_kind, found)):
-            return files
+            return files, len(found) - len(files)
         raise UserError(f"dataset={dataset}: no {KNOWN} file among {len(found)} found; convert the text to one")
     if re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", dataset) and _kind(dataset) is None:
         return None
@@ -233,19 +239,22 @@ def _local_files(dataset: str) -> list[str] | None:
     raise UserError(f"dataset={dataset}: no such file or folder; {hint}")
 
 
-def _identity(files: list[str]) -> str:
-    """Hash of the files' names below their common folder, sizes and content, of large ones evenly spread samples."""
-    root = os.path.commonpath([os.path.dirname(file) for file in files])
-    identity = xxhash.xxh3_64()
+def _identity(files: list[str]) -> dict[str, Any]:
+    """The number of files and a hash of their names below their common folder, sizes and content (of large ones evenly
+    spread samples); the hash of each too where they are few.
+    """
+    root, hashes = os.path.commonpath([os.path.dirname(file) for file in files]), {}
     for file in files:
+        identity = xxhash.xxh3_64()
         with _opened(file, uncompressed=False) as handle:
             size = handle.seek(0, os.SEEK_END)
-            identity.update(f"{Path(file).relative_to(root).as_posix()}\0{size}\0".encode())
             for sample in range(SAMPLES):
                 start, stop = size * sample // SAMPLES, size * (sample + 1) // SAMPLES
                 handle.seek(max(start, stop - SAMPLE_BYTES))
                 identity.update(handle.read(stop - handle.tell()))
-    return identity.hexdigest()
+        hashes[Path(file).relative_to(root).as_posix()] = f"{size} bytes, {identity.hexdigest()}"
+    named = {f"file {name}": told for name, told in hashes.items()} if len(files) <= MOST_NAMED_FILES else {}
+    return {"files": len(files), "hash": xxhash.xxh3_64_hexdigest(str(sorted(hashes.items())).encode()), **named}
 
 
 @contextlib.contextmanager
@@ -302,13 +311,15 @@ def _file_units(file: str, text_column: str) -> tuple[list[Unit], int]:
         size = handle.seek(0, os.SEEK_END)
         handle.seek(max(0, size - 4))
         tail = handle.read(4)
+    if _kind(file) == "text" and b"\0" in head and not file.lower().endswith(".gz"):
+        raise BadFile(f"dataset: {file} holds zero bytes, as UTF-16 and binary files do; convert it to UTF-8")
     is_page = _kind(file) != "text" and head.lstrip().startswith(b"<")
     if is_page or head.startswith(b"version https://git-lfs"):
         raise BadFile(f"dataset: {file} is a Git LFS pointer or a web page, not the data; fetch the file itself")
     if _kind(file) == "parquet":
         metadata = _footer(file, _version(file))
         schema = metadata.schema.to_arrow_schema()
-        if text_column not in schema.names:
+        if schema.names.count(text_column) != 1:
             raise _no_column(file, text_column, schema.names)
         kind = schema.field(text_column).type
         value = kind.value_type if pa.types.is_dictionary(kind) else kind
@@ -341,7 +352,8 @@ def _version(file: str) -> tuple[int, int] | None:
 
 
 def _no_column(file: str, text_column: str, columns: list[str]) -> BadFile:
-    return BadFile(f"text_column={text_column}: not in {file}; its columns are {', '.join(columns)}")
+    found = "more than once" if text_column in columns else "not"
+    return BadFile(f"text_column={text_column}: {found} in {file}; its columns are {', '.join(columns)}")
 
 
 def _check_lines(file: str, text_column: str) -> None:

@@ -7,6 +7,7 @@ workers: each owns a contiguous range of the step's blocks, so putting the parts
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import math
@@ -14,6 +15,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -40,18 +42,6 @@ TOLD_TOKENS = 24
 MAX_EMPTY_EPOCHS = 8
 
 Origin = tuple[int, int, int, int]
-# Fingerprint keys in the user's words, where they are not settings by their own name.
-SETTINGS = {
-    "dataset.dataset": "dataset",
-    "dataset.name": "dataset_name",
-    "dataset.split": "dataset_split",
-    "dataset.commit": "dataset_revision, as commit",
-    "dataset.text_column": "text_column",
-    "held_out": "eval_dataset or the rule to hold out",
-    "held_out.hash": "validation text (eval_tokens, eval_dataset)",
-    "blocks_per_step": "tokens_per_step in blocks",
-    "stream": "streaming",
-}
 
 
 @dataclass
@@ -291,6 +281,7 @@ class _Share(torch.utils.data.IterableDataset[Any]):
                 batch.retries += take_events()
                 yield batch
         except (UserError, RunError) as error:
+            error.retries = take_events()
             yield error
 
 
@@ -305,16 +296,36 @@ def _end_with_parent() -> None:
 
 def _from_workers(share: _Share, workers: int) -> Generator[StepBatch, None, None]:
     generator = torch.Generator()  # or the loader would draw from the global one, which training uses
-    items = iter(torch.utils.data.DataLoader(share, None, num_workers=workers, generator=generator))
+    others = multiprocessing.active_children()
+    with _child_signal_kept():
+        items = iter(torch.utils.data.DataLoader(share, None, num_workers=workers, generator=generator))
+    own = [child for child in multiprocessing.active_children() if child not in others]
     try:
         while True:
-            parts = tuple(islice(items, max(workers, 1)))  # the loader takes one item of each worker in turn
+            try:
+                parts = tuple(islice(items, max(workers, 1)))  # the loader takes one item of each worker in turn
+            except RuntimeError as error:
+                if all(worker.is_alive() for worker in own):
+                    raise
+                raise RunError("a process that reads the text has been killed, perhaps for want of memory") from error
             for part in parts:
                 if isinstance(part, Exception):
                     raise part
             yield side_by_side(parts)
     finally:
-        del items  # ends the workers now: left to the garbage collector, each would be waited for 5 s
+        for worker in own:  # they ignore other signals, and may be waiting for the network
+            worker.kill()
+        del items  # now: left to the garbage collector, each would be waited for 5 s
+
+
+@contextlib.contextmanager
+def _child_signal_kept() -> Iterator[None]:
+    """Undo the loader's handler of SIGCHLD, which would raise the end of a worker in the middle of a training step."""
+    number = getattr(signal, "SIGCHLD", None)
+    before = number and signal.getsignal(number)
+    yield
+    if number and threading.current_thread() is threading.main_thread():
+        signal.signal(number, before)
 
 
 def side_by_side(parts: Sequence[StepBatch]) -> StepBatch:
@@ -364,36 +375,6 @@ def merge_positions(positions: list[dict[str, Any]]) -> dict[str, Any]:
         assert all(position == positions[0] for position in positions), positions
         return positions[0]
     return {"streams": [cursor for position in positions for cursor in position["streams"]]}
-
-
-def resumed_position(
-    stream: Stream, fingerprint: dict[str, Any], position: dict[str, Any], accept_changes: bool = False
-) -> tuple[dict[str, Any], str]:
-    """Where `stream` goes on from a saved position, and what has changed since, in words.
-
-    Raises UserError naming each setting that is not the one the position was saved with, unless these are accepted:
-    with another step size the position holds where its form does, with any other change the text starts anew, in the
-    epoch after the saved one, whose order is another.
-    """
-    keys = dict.fromkeys([*fingerprint, *stream.fingerprint])
-    changes = {key: (fingerprint.get(key), stream.fingerprint.get(key)) for key in keys}
-    changes = {key: (then, now) for key, (then, now) in changes.items() if then != now}
-    words = "; ".join(
-        f"{SETTINGS.get(key, key.replace('.', ' '))} ({then} then, {now} now)" for key, (then, now) in changes.items()
-    )
-    if changes and not accept_changes:
-        raise UserError(
-            f"resume_from_checkpoint: text and order are not those of this run: {words}; restore these values, go on "
-            "with it as it is now by --accept_changed_text true, or start a new run in another output_dir"
-        )
-    cursors = position.get("streams", [])
-    same_form = len(cursors) == getattr(stream, "streams", 0)
-    if not changes or (changes.keys() == {"blocks_per_step"} and same_form):
-        return position, words
-    epoch = 1 + max(cursor[0] for cursor in cursors) if cursors else 1 + position["epoch"]
-    if isinstance(stream, MemoryBlocks):
-        return {"epoch": epoch, "block": 0}, words
-    return {"streams": [[epoch, 0, 0, 0] for _ in range(stream.streams)]}, words
 
 
 def _divisors(number: int) -> list[int]:

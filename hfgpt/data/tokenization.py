@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable, Iterable
 from itertools import chain
 from pathlib import Path
@@ -23,6 +24,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 END_OF_TEXT = "<|endoftext|>"
 BPE_TRAINING_CHARACTERS = 20_000_000
+LONGEST_WORD = 2000
+ENDLESS = re.compile(rf"\S{{{LONGEST_WORD}}}|\s{{{LONGEST_WORD}}}")
 
 
 def load_tokenizer(name: str, texts: Callable[[], Iterable[str]], model_max_length: int) -> PreTrainedTokenizerFast:
@@ -69,7 +72,10 @@ def load_tokenizer(name: str, texts: Callable[[], Iterable[str]], model_max_leng
 
 def _first_characters(texts: Iterable[str], limit: int) -> Iterable[str]:
     for text in texts:
-        yield text[:limit]
+        text = text[:limit]
+        # Training takes time with the square of a word's length, and what goes on for that long is no word.
+        size = LONGEST_WORD if ENDLESS.search(text) else limit
+        yield from (text[start : start + size] for start in range(0, len(text), size))
         limit -= len(text)
         if limit <= 0:
             return

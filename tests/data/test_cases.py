@@ -206,7 +206,7 @@ def test_a_fault_on_the_way_that_stays_is_no_bad_file(far):  # C11
     source, faults, _ = far
     faults["001.parquet"] = [TransportError("late")] * 3
     with pytest.raises(RunError, match=r"001\.parquet could not be read"):
-        dataclasses.replace(source, skip_bad_files=True, patience_seconds=-1).read(source.units[1])
+        dataclasses.replace(source, skip_bad_files=True, patience_seconds=0).read(source.units[1])
 
 
 def test_a_file_that_is_not_there_is_told_at_once(far):  # C12

@@ -19,8 +19,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from hfgpt.data.permutation import permutation
+from hfgpt.data.position import resumed_position
 from hfgpt.data.sources import open_source, text_hash
-from hfgpt.data.stream import DocumentStream, MemoryBlocks, iterate, merge_positions, permutation, resumed_position
+from hfgpt.data.stream import DocumentStream, MemoryBlocks, iterate, merge_positions
 from hfgpt.data.tokenization import Encoder, load_tokenizer
 from hfgpt.errors import UserError
 
