@@ -54,8 +54,8 @@ def start(tmp_path, document_folder):
 
     runs = []
 
-    def start(launcher, *flags, env=None) -> Run:
-        runs.append(Run(launcher, tmp_path / "run", "--dataset", str(document_folder), *flags, env=env))
+    def start(launcher, *flags, **options) -> Run:
+        runs.append(Run(launcher, tmp_path / "run", "--dataset", str(document_folder), *flags, **options))
         runs[-1].wait_for_steps(3)
         return runs[-1]
 

@@ -67,11 +67,17 @@ class Run:
         launcher: list[str],
         folder: Path,
         *flags: str,
-        recipe: str = "quickstart",
+        recipe: str | Path = "quickstart",
         env: dict[str, str] | None = None,
     ) -> None:
         self.folder, self.errors = folder, folder.with_suffix(".err")
-        command = [*launcher, str(ROOT / "recipes" / f"{recipe}.py"), "--output_dir", str(folder), *TINY]
+        command = [
+            *launcher,
+            str(recipe if isinstance(recipe, Path) else ROOT / "recipes" / f"{recipe}.py"),
+            "--output_dir",
+            str(folder),
+            *TINY,
+        ]
         command += ["--streaming", "true", "--max_steps", "1000000", *flags]
         self.process = subprocess.Popen(
             command,

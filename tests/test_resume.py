@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -179,3 +180,16 @@ def test_another_optimizer_does_not_take_up_the_state(config):
     trained(config())
     with pytest.raises(UserError, match="state of another optimizer; restore optim"):
         trained(config(resume_from_checkpoint="latest", optim="muon", max_steps=8))
+
+
+def test_rows_passed_over_are_counted_on_over_resumes(config, tmp_path):
+    texts = [f"document {n} says {n * n % 101}" if n % 3 else None for n in range(400)]
+    (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    options = {"dataset": str(tmp_path / "text.jsonl"), "streaming": True, "tokenizer": "bpe-300", "max_steps": 12}
+    whole = trained(config("whole", **options))
+    for stop in (3, 7):
+        with pytest.raises(KeyboardInterrupt):
+            trained(config("cut", resume_from_checkpoint="latest", **options), StopAt(stop))
+    resumed = trained(config("cut", resume_from_checkpoint="latest", **options))
+    counts = [records(run, "skipped_rows")[-1]["skipped_rows"] for run in (whole, resumed)]
+    assert counts[0] == counts[1] and counts[0]["null"] > 100 and counts[0]["eval_null"] > 0

@@ -10,8 +10,9 @@ import time
 
 import psutil
 import pytest
-from running import ALONE, LAUNCH, TWO
+from running import ALONE, LAUNCH, ROOT, TWO, Run
 
+from hfgpt.checkpoint import fault
 from hfgpt.signals import SAME_SIGNAL_SECONDS
 
 
@@ -98,3 +99,77 @@ def test_a_second_signal_ends_at_once(tmp_path):
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=10)
     assert process.returncode == 143 and str(signal.SIGINT) in output
+
+
+SLOW_EVALUATION = """
+import time
+from transformers import TrainerCallback
+from hfgpt import PretrainConfig, Pretrainer, run_recipe
+
+class Slow(TrainerCallback):
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        model.register_forward_pre_hook(lambda model, _: None if model.training else time.sleep(0.2))
+
+run_recipe(lambda: Pretrainer(PretrainConfig.from_cli(), [Slow()]).train())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", [ALONE, TWO], ids=["alone", "one of two"])
+def test_a_signal_breaks_off_an_evaluation(start, tmp_path, document_folder, launcher):
+    recipe = tmp_path / "quickstart.py"
+    recipe.write_text(SLOW_EVALUATION)
+    flags = ["--eval_steps", "5", "--per_device_eval_batch_size", "1", "--max_steps", "5", "--save_steps", "3"]
+    run = start(launcher, *flags, recipe=recipe)
+    run.wait_for_steps(0)
+    time.sleep(1.5)  # well within the evaluation, which takes half a minute
+    began = time.monotonic()
+    (run.process if launcher is ALONE else recipes_of(run)[1]).send_signal(signal.SIGTERM)
+    run.end()
+    assert time.monotonic() - began < 15 and check_stopped(run, "SIGTERM") == 5
+    assert not run.records("eval_loss")
+    if launcher is ALONE:
+        flags += ["--dataset", str(document_folder), "--resume_from_checkpoint", "latest"]
+        again = Run(ALONE, run.folder, *flags)
+        again.end()
+        assert [record["step"] for record in again.records("eval_loss")] == [5]  # it is made up for
+        assert again.process.returncode == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_process_that_is_killed_is_named_by_the_other_and_the_run_goes_on_later(start, rank):
+    run = start(TWO, "--save_steps", "5", "--tokens_per_step", "512")
+    run.wait_for(lambda: (run.folder / "checkpoint-latest").exists())
+    [victim] = [process for process in recipes_of(run) if process.environ()["RANK"] == str(rank)]
+    victim.kill()
+    said = run.end()
+    [line] = [line for line in said.splitlines() if line.startswith("error: ")]
+    assert line == (
+        f"error: process {rank} of 2 (pid {victim.pid}) has ended; continue with --resume_from_checkpoint latest"
+    )
+    step = int((run.folder / "checkpoint-latest").resolve().name.split("-")[1])
+    assert fault(run.folder / f"checkpoint-{step}") is None
+    flags = ["--resume_from_checkpoint", "latest", "--tokens_per_step", "512", "--max_steps", str(step + 20)]
+    again = start(ALONE, *flags)
+    again.end()
+    steps = [record["step"] for record in again.records("loss")]
+    assert again.process.returncode == 0 and steps == list(range(1, step + 21))
+
+
+@pytest.mark.slow
+def test_a_second_signal_during_a_save_leaves_the_whole_checkpoint_before(start, tmp_path):
+    recipe = tmp_path / "quickstart.py"
+    slow_disk = "import time\nfrom hfgpt import checkpoint\nsync = checkpoint._sync\n"
+    slow_disk += "checkpoint._sync = lambda path: (time.sleep(1), sync(path))\n"
+    recipe.write_text(slow_disk + (ROOT / "recipes" / "quickstart.py").read_text().replace("from __future__", "# "))
+    run = start(ALONE, "--save_steps", "3", recipe=recipe)
+    run.wait_for(lambda: (run.folder / "checkpoint-latest").exists())
+    before = (run.folder / "checkpoint-latest").resolve()
+    run.process.send_signal(signal.SIGTERM)
+    time.sleep(SAME_SIGNAL_SECONDS + 0.5)
+    run.process.send_signal(signal.SIGTERM)
+    run.end(seconds=5)
+    assert run.process.returncode == 143
+    latest = (run.folder / "checkpoint-latest").resolve()
+    assert latest.name >= before.name and fault(latest) is None

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 import resource
 import signal
+import subprocess
+import sys
+import time
 
 import pytest
-from running import ALONE
+from running import ALONE, Run, records, trained
 
 from hfgpt.checkpoint import fault
 
@@ -44,3 +49,70 @@ def test_saves_that_keep_failing_end_the_run_and_leave_the_last_whole_one(start)
     assert (run.folder / "checkpoint-latest").resolve().name >= before.name
     assert fault((run.folder / "checkpoint-latest").resolve()) is None
     assert not list(run.folder.glob(".checkpoint-*"))
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A disk of half a megabyte, and what makes it larger."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", str(disk)]
+    if sys.platform != "linux" or os.geteuid() or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("mounting a disk is not permitted here")
+    yield disk, lambda: subprocess.run(["mount", "-o", "remount,size=64m", str(disk)], check=True)
+    subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+@pytest.mark.slow
+def test_a_run_outlasts_a_full_disk(small_disk, document_folder):
+    disk, enlarge = small_disk
+    flags = ["--dataset", str(document_folder), "--save_steps", "5", "--max_failed_saves", "100000"]
+    run = Run(ALONE, disk / "run", *flags)
+    try:
+        run.wait_for(lambda: run.errors.read_text().count("could not be written") >= 2)
+        assert "No space left on device" in run.errors.read_text()
+        assert fault((run.folder / "checkpoint-latest").resolve()) is None
+        enlarge()
+        newest = (run.folder / "checkpoint-latest").resolve()
+        run.wait_for(lambda: (run.folder / "checkpoint-latest").resolve() != newest)
+        run.process.send_signal(signal.SIGTERM)
+        run.end()
+    finally:
+        run.process.kill()
+    last = run.records()[-1]["step"]
+    assert [record["step"] for record in run.records("loss")] == list(range(1, last + 1))
+    assert [line["step"] for line in run.ledger()] == list(range(1, last + 1))
+    assert (run.folder / "checkpoint-latest").resolve().name == f"checkpoint-{last}"
+    assert all(fault(path) is None for path in run.folder.glob("checkpoint-[0-9]*"))
+    assert not list(run.folder.glob(".checkpoint-*"))
+
+
+@pytest.mark.slow
+def test_a_folder_that_turns_read_only_is_a_failed_save(small_disk, document_folder):
+    disk, enlarge = small_disk
+    enlarge()
+    run = Run(ALONE, disk / "run", "--dataset", str(document_folder), "--save_steps", "10", "--max_failed_saves", "2")
+    try:
+        run.wait_for(lambda: (run.folder / "checkpoint-latest").exists())
+        subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+    except subprocess.CalledProcessError:
+        run.process.kill()
+        pytest.skip("the disk cannot be made read-only while it is in use")
+    said = run.end()
+    assert run.process.returncode == 1
+    assert "checkpoints could not be written 2 times in a row" in said.splitlines()[-1] and "Read-only" in said
+    assert fault((run.folder / "checkpoint-latest").resolve()) is None
+
+
+def test_a_clock_that_jumps_changes_nothing(config, monkeypatch):
+    """Newest is the highest step, whatever times files bear; seconds of training come from another clock."""
+    real, jumps = time.time, itertools.cycle([0, 1e7, -1e7])
+    monkeypatch.setattr(time, "time", lambda: real() + next(jumps))
+    first = trained(config(save_total_limit=2))
+    for n, folder in enumerate(first.run.checkpoints()):
+        os.utime(folder, (n * 1e6, n * 1e6))  # the newest has the oldest date
+    resumed = trained(config(resume_from_checkpoint="latest", max_steps=9, save_total_limit=2))
+    assert resumed.resumed_from.name == "checkpoint-6"
+    assert [path.name for path in resumed.run.checkpoints()] == ["checkpoint-9", "checkpoint-8"]
+    seconds = [record["wall_seconds"] for record in records(resumed)]
+    assert seconds == sorted(seconds) and 0 < seconds[-1] < 100

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 
+import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -19,6 +20,8 @@ from hub_server import API, FILES, Faults, HubServer
 from running import ALONE, TWO, Run
 
 from hfgpt.checkpoint import fault
+from hfgpt.data.remote import patiently
+from hfgpt.errors import RunError
 
 # Reads 40 steps and prints their hashes, the end position and the retries; sleeps are cut short.
 CLIENT = """
@@ -101,16 +104,17 @@ def test_faults_on_a_fifth_of_the_requests_change_nothing(repositories, tmp_path
     with HubServer(repositories) as hub:
         clean, _ = read(hub, tmp_path, dataset)
     kinds = ["reset", "short", "truncated", "429", "500", "502", "503", "stall"]
-    seen, retried = set(), []
+    seen, retried, faults = set(), [], 0
     plans = [Faults(0.2, kinds, 1, f"{FILES}|{API}", repeat=2), Faults(0.5, ["short"], 2, FILES)]
     for number, plan in enumerate(plans):
         with HubServer(repositories, faults=plan, stall_seconds=2) as hub:
             found, _ = read(hub, tmp_path / str(number), dataset, dataloader_num_workers=2)
             seen |= hub.injected.keys()
+            faults += sum(hub.injected.values())
         assert "error" not in found, found
         assert found["hashes"] == clean["hashes"] and found["position"] == clean["position"], hub.injected
         retried += found["events"]
-    assert len(seen) >= 3 and retried
+    assert len(seen) >= 3 and len(retried) >= 0.6 * faults, (len(retried), faults)
     assert all({"what", "reason", "tries", "waited_seconds"} == event.keys() for event in retried)
 
 
@@ -206,3 +210,42 @@ def test_text_that_stays_away_ends_all_processes_with_a_checkpoint(repositories,
     assert fault((run.folder / "checkpoint-latest").resolve()) is None
     assert (run.folder / "checkpoint-latest").resolve().name == f"checkpoint-{step}"
     assert run.records()[-1]["event"] == "end" and "could not be read" in run.records()[-1]["fault"]
+
+
+@pytest.mark.slow
+def test_a_stop_does_not_wait_for_a_text_that_stays_away(repositories, tmp_path):
+    gone = []
+    with HubServer(repositories, faults=lambda *_: "500" if gone else None) as hub:
+        run = fineweb(ALONE, tmp_path / "run", hub, tmp_path, "--save_steps", "100000")
+        run.wait_for_steps(3)
+        gone.append(True)
+        run.wait_for(lambda: "trying again" in run.errors.read_text() or "retrying" in run.errors.read_text())
+        time.sleep(3)  # no blocks made ahead are left
+        run.process.send_signal(signal.SIGTERM)
+        said = run.end(seconds=30)
+    assert run.process.returncode == 143
+    assert "SIGTERM; ended after step" in said.splitlines()[-1]
+    assert fault((run.folder / "checkpoint-latest").resolve()) is None
+
+
+@pytest.mark.slow
+def test_a_reader_that_is_killed_ends_the_run_with_a_checkpoint(start):
+    run = start(ALONE, "--dataloader_num_workers", "1", "--save_steps", "100000")
+    workers = [child for child in psutil.Process(run.process.pid).children() if child.status() != "zombie"]
+    workers[-1].kill()
+    said = run.end()
+    assert run.process.returncode == 1
+    assert "a process that reads the text has been killed" in said.splitlines()[-1] and "Traceback" not in said
+    step = run.records()[-1]["step"]
+    assert (run.folder / "checkpoint-latest").resolve().name == f"checkpoint-{step}" and len(run.ledger()) == step
+
+
+def test_a_trickle_of_bytes_is_no_reading():
+    def trickle():
+        for _ in range(1000):
+            time.sleep(0.05)
+
+    began = time.monotonic()
+    with pytest.raises(RunError, match=r"could not be read for \d s \(it took more than 1 s\)"):
+        patiently(trickle, "a file", 1)
+    assert time.monotonic() - began < 10

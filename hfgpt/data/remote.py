@@ -78,7 +78,7 @@ def _deadline(seconds: float) -> Iterator[None]:
         return
 
     def wake(*_: object) -> None:
-        raise TimeoutError(f"it took more than {seconds:.0f} s")
+        raise TimeoutError(f"it took more than {seconds:g} s")
 
     before = signal.signal(signal.SIGALRM, wake)
     signal.setitimer(signal.ITIMER_REAL, seconds)
