@@ -26,8 +26,9 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from hfgpt.data.tokenization import save_tokenizer
 from hfgpt.errors import RunError, UserError
 from hfgpt.run_folder import LATEST, RunFolder, write_json
 
@@ -76,30 +77,48 @@ def write_checkpoint(run: RunFolder, step: int, write: Callable[[Path], None], k
             path.chmod(aside.stat().st_mode & 0o666)  # safetensors makes files for their owner alone
             _sync(path)
         write_json(aside / MANIFEST, {"files": {path.relative_to(aside).as_posix(): _facts(path) for path in files}})
-        _sync(aside)
+        for path in (aside / STATE, aside, *filter(Path.exists, (run.metrics, run.ledger))):
+            _sync(path)  # the records too, which a checkpoint must not outlive
     except BaseException:
         _remove(aside)  # the room it takes is needed
         raise
     if final.exists():  # a broken folder of this step: a whole one would have been resumed
         _remove(final)
     os.rename(aside, final)
-    try:
-        link, latest = run.path / f".{LATEST}.tmp", run.path / LATEST
-        link.unlink(missing_ok=True)
-        link.symlink_to(final.name)
-        if latest.is_dir() and not latest.is_symlink():  # made by a copy that follows links
-            run.abandon(latest)
-        os.replace(link, latest)
-    except OSError as error:  # not every file system has links
-        logger.warning("%s could not be made to point at %s: %s", latest, final.name, error)
-        keep = None  # it may still point at an older one
-    _sync(run.path)
-    if keep:
-        _rotate(run, final, keep)
+    if point_latest_at(run, final) and keep:
+        rotate(run, final, keep)
     return final
 
 
-def _rotate(run: RunFolder, newest: Path, keep: int) -> None:
+def point_latest_at(run: RunFolder, folder: Path) -> bool:
+    """Make one of the run's checkpoints its `checkpoint-latest`; whether that could be done."""
+    link, latest = run.path / f".{LATEST}.tmp", run.path / LATEST
+    try:
+        link.unlink(missing_ok=True)
+        link.symlink_to(folder.name)
+        if latest.is_dir() and not latest.is_symlink():  # made by a copy that follows links
+            run.abandon(latest)
+        os.replace(link, latest)
+        _sync(run.path)
+    except OSError as error:  # not every file system has links
+        logger.warning("%s could not be made to point at %s: %s", latest, folder.name, error)
+        return False
+    return True
+
+
+def go_on_from(run: RunFolder, resumed: Path | None, step: int, keep: int | None) -> None:
+    """Drop from the run's folder what lies after `step`, at which it goes on from checkpoint `resumed` (None: begins).
+
+    A process may have been killed between naming a checkpoint and the link and rotation, which are made up for.
+    """
+    own = [folder for folder in run.checkpoints() if resumed and folder.samefile(resumed)]
+    linked = all([point_latest_at(run, folder) for folder in own])  # first, as later checkpoints lose their names
+    run.rewind(step if resumed else -1)
+    for folder in own if linked and keep else []:
+        rotate(run, folder, keep or 1)
+
+
+def rotate(run: RunFolder, newest: Path, keep: int) -> None:
     """Remove the oldest checkpoints of the run that wrote `newest`, but never the best one if `keep` is 2 or more."""
     run_id = read_state(newest, "trainer_state")["run_id"]
     losses = {}
@@ -256,11 +275,20 @@ def _copied(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: torch.empty_like(value, device="cpu").copy_(value) for name, value in tensors.items()}
 
 
-def save_training_state(
-    folder: Path, optimizer: dict[str, torch.Tensor], trainer: dict[str, Any], data: dict[str, Any]
+def write_files(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerFast,
+    tensors: dict[str, dict[str, torch.Tensor]],
+    trainer: dict[str, Any],
+    data: dict[str, Any],
+    card: str,
+    folder: Path,
 ) -> None:
-    """Optimizer tensors of a `snapshot`, the rest as JSON, into `folder`/training_state."""
-    save_file(optimizer, folder / STATE / "optimizer.safetensors")
+    """All files of a checkpoint but the manifest, from a `snapshot`: training goes on meanwhile."""
+    model.save_pretrained(folder, state_dict=tensors["weights"])
+    save_tokenizer(tokenizer, folder)
+    (folder / "README.md").write_text(card, encoding="utf-8")
+    save_file(tensors["optimizer"], folder / STATE / "optimizer.safetensors")
     write_json(folder / STATE / "trainer_state.json", trainer)
     write_json(folder / STATE / "data_state.json", data)
 

@@ -113,6 +113,7 @@ class PretrainConfig:
     on_bad_files: Literal["stop", "skip"] = _f("stop", "a file that cannot be read: end, or go on without it and count")
     stream_timeout: float = _f(900.0, "seconds for which reading may fail before the run saves and ends", POSITIVE)
     dataloader_num_workers: int = _f(1, "processes that read and tokenise streamed text ahead", NOT_NEGATIVE)
+    ddp_timeout: float = _f(1800.0, "seconds after which a process that does not answer ends the run", POSITIVE)
     report_to: str = _f("none", "trackers, comma-separated: tensorboard, wandb, trackio, mlflow")
 
     def __post_init__(self) -> None:
@@ -255,6 +256,11 @@ class PretrainConfig:
                 problems.append(f"min_learning_rate={self.min_learning_rate}: must be 0 to {self.learning_rate}")
         if self.muon_learning_rate is not None and self.optim != "muon":
             problems.append(f"muon_learning_rate={self.muon_learning_rate}: only optim=muon has one; leave it out")
+        if sizes_fine and self.ddp_timeout <= self.stream_timeout:
+            problems.append(
+                f"ddp_timeout={self.ddp_timeout:g}: must be above stream_timeout={self.stream_timeout:g}, for which a "
+                "process may wait for its text while the others wait for it"
+            )
         if self.lr_scheduler_type == "constant" and self.warmup_steps:
             problems.append(f"warmup_steps={self.warmup_steps}: a constant rate has none; use constant_with_warmup")
         try:

@@ -11,12 +11,14 @@ import shutil
 import sys
 import sysconfig
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 
 import torch
 import transformers
 import xxhash
 from accelerate import Accelerator
+from accelerate.utils import InitProcessGroupKwargs
 
 from hfgpt.errors import UserError
 
@@ -192,11 +194,17 @@ def step_seed(seed: int, step: int, process: int) -> int:
     return xxhash.xxh3_64_intdigest(f"{seed} {step} {process}".encode()) >> 1
 
 
-def start_accelerator(mixed_precision: str) -> tuple[Accelerator, Precision]:
-    """The Accelerator as `accelerate launch` or torchrun configured it, in the precision chosen here."""
+def start_accelerator(mixed_precision: str, timeout_seconds: float) -> tuple[Accelerator, Precision]:
+    """The Accelerator as `accelerate launch` or torchrun configured it, in the precision chosen here.
+
+    A process that waits for the others for `timeout_seconds` gives up.
+    """
     transformers.utils.logging.disable_progress_bar()
-    precision = choose_precision(mixed_precision, default_device())
-    accelerator = Accelerator(mixed_precision=precision.name)
+    device = default_device()
+    precision = choose_precision(mixed_precision, device)
+    group = InitProcessGroupKwargs(timeout=timedelta(seconds=timeout_seconds))
+    # Said outright, as the launcher does not tell several processes that they are to stay on the CPU.
+    accelerator = Accelerator(cpu=device.type == "cpu", mixed_precision=precision.name, kwargs_handlers=[group])
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if accelerator.num_processes != world:
         raise UserError(f"the launcher started {world} processes, but accelerate sees {accelerator.num_processes}")

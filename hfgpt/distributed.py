@@ -6,13 +6,14 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import psutil
 import torch.distributed as dist
 
-from hfgpt.errors import RunError
+from hfgpt.errors import RunError, UserError
 
 T = TypeVar("T")
 
@@ -21,12 +22,26 @@ SECONDS_TO_END = 3.0
 
 
 class HostGroup:
-    """All processes, on the CPU: no exchange waits for a device. Alone, a process keeps its values as they are."""
+    """All processes, on the CPU: no exchange waits for a device. Alone, a process keeps its values as they are.
 
-    def __init__(self, world: int) -> None:
-        self.world = world
-        if world > 1:
-            self._group = dist.group.WORLD if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
+    Beside the exchange, a store that the main process keeps: what each process did last, and why one has failed.
+    """
+
+    def __init__(self, world: int, timeout_seconds: float) -> None:
+        self.world, self.timeout_seconds, self.rank, self._exchanges = world, timeout_seconds, 0, 0
+        if world == 1:
+            return
+        timeout, self.rank = timedelta(seconds=timeout_seconds), dist.get_rank()
+        gloo = dist.get_backend() == "gloo"
+        self._group = dist.group.WORLD if gloo else dist.new_group(backend="gloo", timeout=timeout)
+        host, port = os.environ["MASTER_ADDR"], [0]
+        if self.rank == 0:
+            self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+            port = [self._store.port]
+        dist.broadcast_object_list(port, src=0, group=self._group)
+        if self.rank:
+            self._store = dist.TCPStore(host, port[0])
+        self._store.set_timeout(timedelta(seconds=SECONDS_TO_END))
         self._members = self.gather((socket.gethostname(), os.getpid()))
 
     def gather(self, value: T) -> list[T]:
@@ -34,6 +49,8 @@ class HostGroup:
         if self.world == 1:
             return [value]
         values: list[Any] = [None] * self.world
+        self._exchanges += 1
+        self._store.set(f"exchanges of {self.rank}", str(self._exchanges))
         dist.all_gather_object(values, value, group=self._group)
         return values
 
@@ -54,25 +71,43 @@ class HostGroup:
 
     @contextmanager
     def contact(self) -> Iterator[None]:
-        """Where another process is lost inside, RunError on all that are left, with its rank where that can be told."""
+        """An exception of one process inside ends all: RunError on the others, with its rank and cause.
+
+        So does a process that dies, or does not answer for `timeout_seconds`.
+        """
         try:
             yield
-        except RuntimeError as error:
-            said = str(error).lower()
-            if self.world == 1 or not (isinstance(error, dist.DistError) or "gloo" in said or "nccl" in said):
+        except Exception as error:
+            if self.world == 1:
                 raise
-            raise RunError(f"{self._lost()}; continue with --resume_from_checkpoint latest", everywhere=True) from error
+            said = str(error).lower()
+            lost = isinstance(error, dist.DistError) or "gloo" in said or "nccl" in said or "tcpstore" in said
+            if isinstance(error, UserError | RunError) or not lost:
+                with suppress(RuntimeError):  # the main process may be gone
+                    cause = (str(error).strip() or "no message").splitlines()[0]
+                    self._store.set("fault", f"process {self.rank} of {self.world}: {type(error).__name__}: {cause}")
+                raise
+            raise RunError(f"{self._loss()}; continue with --resume_from_checkpoint latest", everywhere=True) from error
 
-    def _lost(self) -> str:
+    def _loss(self) -> str:
+        """What has become of the process that was lost, as far as can be told from here."""
         here, until = socket.gethostname(), time.monotonic() + SECONDS_TO_END
-        others = [rank for rank, (host, _) in enumerate(self._members) if host != here]
         while time.monotonic() < until:
+            with suppress(RuntimeError):
+                if self._store.check(["fault"]):
+                    return self._store.get("fault").decode()
             gone = [r for r, (host, pid) in enumerate(self._members) if host == here and not _runs(pid)]
             if gone:
                 return "; ".join(f"process {r} of {self.world} (pid {self._members[r][1]}) has ended" for r in gone)
             time.sleep(0.05)
-        where = f", perhaps one of {others}, which run on other machines" if others else ""
-        return f"no contact to another process of {self.world}{where}"
+        with suppress(RuntimeError):
+            counts = [int(self._store.get(f"exchanges of {rank}")) for rank in range(self.world)]
+            if behind := [rank for rank, count in enumerate(counts) if count < max(counts)]:
+                hosts = ", ".join(f"{rank} (on {self._members[rank][0]})" for rank in behind)
+                return f"no answer from process {hosts} of {self.world} within ddp_timeout={self.timeout_seconds:g} s"
+        others = sorted({host for host, _ in self._members if host != here})
+        where = f"; the network to {', '.join(others)} may be down" if others else ""
+        return f"no contact to the other processes of {self.world}{where}"
 
 
 def _runs(pid: int) -> bool:

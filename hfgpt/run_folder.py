@@ -8,16 +8,23 @@ import math
 import os
 import re
 import shutil
+import socket
 import time
 from pathlib import Path
 from typing import Any
 
 from hfgpt.errors import UserError
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
 logger = logging.getLogger(__name__)
 
 CHECKPOINT = re.compile(r"^checkpoint-(\d+)$")
 LATEST = "checkpoint-latest"
+LOCK = ".lock"
 
 
 def write_json(path: Path, content: Any) -> None:
@@ -42,6 +49,7 @@ class RunFolder:
         self.run_json = self.path / "run.json"
         self.metrics = self.path / "metrics.jsonl"
         self.ledger = self.path / "ledger.jsonl"
+        self._lock: Any = None
         self._unwritten: dict[Path, list[str]] = {self.metrics: [], self.ledger: []}
 
     def checkpoint(self, step: int) -> Path:
@@ -76,6 +84,39 @@ class RunFolder:
             fault = error.strerror
         if fault:
             raise UserError(f"output_dir={self.path}: {fault}; name a folder that can be written")
+
+    def check_free(self) -> None:
+        """Raise UserError where another process is at work in the folder; writes nothing."""
+        if fcntl is not None and (self.path / LOCK).exists():
+            self._hold(fcntl.LOCK_SH)
+            self.close()
+
+    def claim(self) -> None:
+        """Hold the folder, which is made, until `close` or the process ends. Raises UserError like `check_free`."""
+        if fcntl is not None and self.writes:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._hold(fcntl.LOCK_EX)
+            os.ftruncate(self._lock.fileno(), 0)
+            os.write(self._lock.fileno(), f"process {os.getpid()} on {socket.gethostname()}".encode())
+
+    def close(self) -> None:
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def _hold(self, kind: int) -> None:
+        self._lock = open(self.path / LOCK, "ab+", buffering=0)  # noqa: SIM115 open for as long as the run
+        try:
+            fcntl.flock(self._lock, kind | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._lock.seek(0)
+            holder = self._lock.read().decode() or "another process"
+            self.close()
+            raise UserError(
+                f"output_dir={self.path}: a run is at work in it ({holder}); name another one, or end that run first"
+            ) from None
+        except OSError as error:  # not every file system has locks
+            logger.warning("%s cannot be locked (%s): start no second run in it", self.path, error.strerror)
 
     def start(self, facts: dict[str, Any]) -> None:
         """Make the folder and write run.json. Raises UserError where that cannot be."""

@@ -25,7 +25,6 @@ from hfgpt.configuration_hfgpt import model_config
 from hfgpt.data import TextData, prepare_again, prepare_data, told_counts
 from hfgpt.data.position import resumed_position
 from hfgpt.data.stream import StepBatch, batch_hash, iterate, named_documents, side_by_side
-from hfgpt.data.tokenization import save_tokenizer
 from hfgpt.device import choose_compile, device_name, memory_bytes, peak_memory_bytes, start_accelerator, step_seed
 from hfgpt.distributed import HostGroup
 from hfgpt.errors import RunError, UserError
@@ -60,7 +59,7 @@ class Pretrainer:
 
     def train(self) -> dict[str, Any]:
         self.setup()
-        with self.signals, self.saver, closing(self.batches), self.host.contact():
+        with closing(self.run), self.signals, self.saver, closing(self.batches), self.host.contact():
             if self.accelerator.is_main_process:
                 print("\n".join(self.plan.lines()), flush=True)
             batch = self.next_batch() if self.state.global_step < self.max_steps else None
@@ -146,14 +145,19 @@ class Pretrainer:
 
     def setup(self) -> None:
         """Everything before the first step that writes nothing: device, text, model, optimizer, resume."""
-        config = self.config
-        self.accelerator, self.precision = start_accelerator(config.mixed_precision)
-        accelerator, device = self.accelerator, self.accelerator.device
-        self.state.is_world_process_zero = accelerator.is_main_process
-        self.state.is_local_process_zero = accelerator.is_local_main_process
-        self.host = HostGroup(accelerator.num_processes)
+        timeout = self.config.ddp_timeout
+        self.accelerator, self.precision = start_accelerator(self.config.mixed_precision, timeout)
+        self.state.is_world_process_zero = self.accelerator.is_main_process
+        self.state.is_local_process_zero = self.accelerator.is_local_main_process
+        self.host = HostGroup(self.accelerator.num_processes, timeout)
+        with self.host.contact():
+            self._prepare()
+
+    def _prepare(self) -> None:
+        config, accelerator, device = self.config, self.accelerator, self.accelerator.device
         self.run = RunFolder(config.output_dir, writes=accelerator.is_main_process)
         self.host.from_main(self.run.check_writable)
+        self.host.from_main(self.run.check_free)
         self.resumed_from = self.host.from_main(
             partial(checkpoint.find_checkpoint, self.run, config.resume_from_checkpoint)
         )
@@ -221,10 +225,12 @@ class Pretrainer:
     def start_run(self) -> None:
         """run.json, and the record that the run starts or goes on."""
         step = self.state.global_step
+        self.host.from_main(self.run.claim)
         self.started = True
         if not (self.resumed_from and self.run.run_json.exists()):
             self.run.start(run_facts(self.run_id, self.plan, self.data.train.fingerprint))
-        self.run.rewind(step if self.resumed_from else -1)
+        if self.run.writes:
+            checkpoint.go_on_from(self.run, self.resumed_from, step, self.config.save_total_limit)
         if self.resumed_from:
             changed = {"changed_settings": self.changed_settings, "changed_text": self.changed_text or None}
             self._record(event="resume", checkpoint=self.resumed_from.name, **changed)
@@ -300,7 +306,11 @@ class Pretrainer:
         step = self.saved_step = self.state.global_step
         tensors = checkpoint.snapshot(self.raw_model, self.raw_optimizer)
         if self.accelerator.is_main_process:
-            self.saver.start(step, partial(self._fill, tensors, self._trainer_state(), self.position))
+            trainer, fingerprint = self._trainer_state(), self.data.train.fingerprint
+            data = {"fingerprint": fingerprint, "position": self.position}
+            card = model_card(self.config, fingerprint, parameter_counts(self.raw_model.config).total, trainer)
+            files = partial(checkpoint.write_files, self.raw_model, self.data.tokenizer, tensors, trainer, data, card)
+            self.saver.start(step, files)
         self.mfu_callback.on_save(self.args, self.state, self.control)  # the copy is outside the clock
 
     def note_saved(self, wait: bool = False) -> None:
@@ -379,26 +389,6 @@ class Pretrainer:
             "evaluation": self.evaluation or None,
             "evaluation_step": self.evaluation_step,
         }
-
-    def _fill(
-        self, tensors: dict[str, dict[str, Tensor]], trainer: dict[str, Any], position: dict[str, Any], folder: Path
-    ) -> None:
-        """Write a checkpoint's files from copies alone, as training goes on meanwhile."""
-        config, fingerprint = self.config, self.data.train.fingerprint
-        self.raw_model.save_pretrained(folder, state_dict=tensors["weights"])
-        save_tokenizer(self.data.tokenizer, folder)
-        data = {"fingerprint": fingerprint, "position": position}
-        checkpoint.save_training_state(folder, tensors["optimizer"], trainer, data)
-        hub = "dataset.commit" in fingerprint
-        card = model_card(
-            name=self.args.run_name,
-            parameters=parameter_counts(self.raw_model.config).total,
-            text=config.dataset if config.dataset == "embedded" or hub else Path(config.dataset).name,
-            tokens=trainer["num_input_tokens_seen"],
-            dataset=config.dataset if hub else None,
-            evaluation=trainer["evaluation"],
-        )
-        (folder / "README.md").write_text(card, encoding="utf-8")
 
     def _record(self, **values: Any) -> None:
         self.run.record(

@@ -98,7 +98,7 @@ def test_the_beginnings_of_bad_rows_are_told_of_text_in_memory(config):
     pretrainer = trained(config(), PoisonMicroBatch(step=2, micro_batch=0))
     [record] = records(pretrainer, "documents")
     batch = next(islice(iterate(pretrainer.data.train, None), 1, None))
-    expected = [pretrainer.data.tokenizer.decode(row[:-1]) for row in batch.blocks[:8]]
+    expected = [pretrainer.data.tokenizer.decode(row) for row in batch.blocks[:8]]
     assert record["documents"] == [{"row_of_step": row, "text": text} for row, text in enumerate(expected)]
 
 

@@ -93,10 +93,13 @@ def test_a_folder_that_turns_read_only_is_a_failed_save(small_disk, document_fol
     folder, enlarge = small_disk
     enlarge()
     run = Run(ALONE, folder, "--dataset", str(document_folder), "--save_steps", "40", "--max_failed_saves", "2")
-    run.wait_for(lambda: (run.folder / "checkpoint-latest").exists())
-    read_only = ["mount", "-o", "remount,ro", str(folder.resolve())]
-    run.wait_for(lambda: subprocess.run(read_only, capture_output=True).returncode == 0)  # between two writes
-    said = run.end()
+    try:
+        run.wait_for(lambda: (run.folder / "checkpoint-latest").exists())
+        read_only = ["mount", "-o", "remount,ro", str(folder.resolve())]
+        run.wait_for(lambda: subprocess.run(read_only, capture_output=True).returncode == 0)  # between two writes
+        said = run.end()
+    finally:
+        run.process.kill()
     assert run.process.returncode == 1
     assert "checkpoints could not be written 2 times in a row" in said.splitlines()[-1] and "Read-only" in said
     assert fault((run.folder / "checkpoint-latest").resolve()) is None
@@ -114,3 +117,18 @@ def test_a_clock_that_jumps_changes_nothing(config, monkeypatch):
     assert [path.name for path in resumed.run.checkpoints()] == ["checkpoint-9", "checkpoint-8"]
     seconds = [record["wall_seconds"] for record in records(resumed)]
     assert seconds == sorted(seconds) and 0 < seconds[-1] < 100
+
+
+@pytest.mark.slow
+def test_a_folder_in_which_a_run_is_at_work_is_refused_until_it_ends(start, document_folder):
+    run = start(ALONE)
+    before = (run.folder / "run.json").read_bytes()
+    flags = ["--dataset", str(document_folder), "--resume_from_checkpoint", "latest", "--max_steps", "2000000"]
+    second = Run(ALONE, run.folder, *flags)
+    assert f"a run is at work in it (process {run.process.pid} on" in second.end() and second.process.returncode == 2
+    assert (run.folder / "run.json").read_bytes() == before
+    run.process.kill()
+    run.process.wait()
+    third = Run(ALONE, run.folder, "--dataset", str(document_folder), "--resume_from_checkpoint", "latest")
+    third.wait_for_steps(1)
+    third.process.kill()
