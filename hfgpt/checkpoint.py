@@ -24,8 +24,10 @@ from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
+    set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from hfgpt.data.tokenization import save_tokenizer
@@ -263,6 +265,8 @@ def snapshot(model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> dict[s
 
     To be called on all processes; the main one gets the tensors.
     """
+    if isinstance(model, FSDPModule):
+        model.reshard()  # an evaluation leaves parameters gathered, which are not the optimizer's
     state: Any = get_optimizer_state_dict(model, optimizer, options=_WHOLE).get("state", {})
     tensors = {f"{key}.{name}": value for name, values in state.items() for key, value in values.items()}
     weights: Any = get_model_state_dict(model, options=_WHOLE)
@@ -348,16 +352,17 @@ def load_model_and_optimizer(folder: Path, model: PreTrainedModel, optimizer: to
     names = dict(model.named_parameters())
     if differing := _differing(weights, names):
         raise UserError(f"{folder / 'model.safetensors'}: parameters differ: {differing}; take another checkpoint")
-    state: Any = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
+    state: Any = get_optimizer_state_dict(model, optimizer)
     here = {f"{key}.{name}": value for name, values in state["state"].items() for key, value in values.items()}
     if differing := _differing(moments, here):
         text = f"it holds the state of another optimizer; restore optim ({differing} differ)"
         raise UserError(f"resume_from_checkpoint={folder}: {text}")
-    model.load_state_dict(weights, strict=False)
-    for key, value in moments.items():
-        kind, name = key.split(".", 1)
-        state["state"][name][kind] = value
-    set_optimizer_state_dict(model, optimizer, state, options=StateDictOptions(full_state_dict=True))
+    # New dictionaries: those that were returned are the optimizer's own.
+    filled = {name: {key: moments[f"{key}.{name}"] for key in values} for name, values in state["state"].items()}
+    state = {**state, "state": filled}
+    whole = StateDictOptions(full_state_dict=True, strict=False)  # a tied head has no entry of its own
+    set_model_state_dict(model, dict[str, Any](weights), options=whole)
+    set_optimizer_state_dict(model, optimizer, state, options=whole)
 
 
 def _differing(there: Mapping[str, torch.Tensor], here: Mapping[str, torch.Tensor]) -> list[str]:

@@ -1,4 +1,4 @@
-"""What the processes of a run tell each other apart from gradients: small Python values, exchanged on the host."""
+"""The processes of a run: how they share the model, and what they tell each other apart from gradients."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 import psutil
+import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from hfgpt.errors import RunError, UserError
 
@@ -115,3 +117,34 @@ def _runs(pid: int) -> bool:
         return psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
     except psutil.NoSuchProcess:
         return False
+
+
+def take_sharding() -> bool:
+    """Whether the launcher's configuration asks for FSDP2; the request is taken from the environment.
+
+    `shard` serves it, on cards and on CPUs alike, where Accelerate would give a CPU DDP without a word. Raises
+    UserError for what it does not do.
+    """
+    if os.environ.pop("ACCELERATE_USE_FSDP", "false").lower() not in ("1", "true"):
+        return False
+    if (version := os.environ.get("FSDP_VERSION", "1")) != "2":
+        raise UserError(f"fsdp_version: {version} in the accelerate configuration; only 2 is supported")
+    if os.environ.get("FSDP_OFFLOAD_PARAMS", "false").lower() in ("1", "true"):
+        raise UserError("fsdp_offload_params: not supported; leave it out of the accelerate configuration")
+    return True
+
+
+def shard(model: Any, precision: str) -> None:
+    """Split the parameters of a GPT-2-style model over all processes, in place (FSDP2).
+
+    The matrices of a block are gathered in bf16 if that is the precision, as autocast would compute in it anyway;
+    norms, embeddings and head stay float32. Gradients are reduced in float32.
+    """
+    again = os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower() in ("1", "true", "full_shard")
+    dtype = torch.bfloat16 if precision == "bf16" else None
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    for block in model.transformer.h:
+        for matrices in (block.attn, block.mlp):
+            fully_shard(matrices, mp_policy=policy, reshard_after_forward=again)
+        fully_shard(block, reshard_after_forward=again)
+    fully_shard(model)

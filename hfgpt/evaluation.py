@@ -58,7 +58,8 @@ def evaluate(
             break
         ids, labels = ids.to(device), labels.to(device)
         options = {"num_items_in_batch": one, "use_cache": False, **attention(ids)}
-        sums.append(model(input_ids=ids, shift_labels=labels, **options).loss)
+        with accelerator.autocast():
+            sums.append(model(input_ids=ids, shift_labels=labels, **options).loss)
     model.train(was_training)
     if stopped:
         return None

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 from transformers.trainer_callback import TrainerControl, TrainerState
 
@@ -26,7 +27,7 @@ from hfgpt.data import TextData, prepare_again, prepare_data, told_counts
 from hfgpt.data.position import resumed_position
 from hfgpt.data.stream import StepBatch, batch_hash, iterate, named_documents, side_by_side
 from hfgpt.device import choose_compile, device_name, memory_bytes, peak_memory_bytes, start_accelerator, step_seed
-from hfgpt.distributed import HostGroup
+from hfgpt.distributed import HostGroup, shard, take_sharding
 from hfgpt.errors import RunError, UserError
 from hfgpt.evaluation import evaluate
 from hfgpt.flops import parameter_counts
@@ -123,8 +124,10 @@ class Pretrainer:
         micro_batches = list(zip(input_ids.split(size), shift_labels.split(size), strict=True))
         for index, (ids, labels) in enumerate(micro_batches, start=1):
             # The processes exchange gradients once per step, after the last micro-batch.
-            sync = nullcontext() if index == len(micro_batches) else accelerator.no_sync(self.model)
-            with sync:
+            last = index == len(micro_batches)
+            if self.sharded:
+                self.raw_model.set_requires_gradient_sync(last)
+            with nullcontext() if last or self.sharded else accelerator.no_sync(self.model), accelerator.autocast():
                 options = {"num_items_in_batch": num_targets, **self.attention(ids)}
                 micro_loss = self.model(input_ids=ids, shift_labels=labels, **options).loss
                 accelerator.backward(micro_loss * world)  # the exchange takes the mean over processes
@@ -135,6 +138,8 @@ class Pretrainer:
 
         limit = self.config.max_grad_norm or float("inf")
         grad_norm = accelerator.clip_grad_norm_(self.model.parameters(), limit)
+        if isinstance(grad_norm, DTensor):
+            grad_norm = grad_norm.full_tensor()
         if accelerator.scaler is None:
             # The optimizer leaves the step out where this is 1; fused AdamW without the host having to look.
             bad = ~(grad_norm.isfinite() & loss.isfinite())
@@ -145,7 +150,7 @@ class Pretrainer:
 
     def setup(self) -> None:
         """Everything before the first step that writes nothing: device, text, model, optimizer, resume."""
-        timeout = self.config.ddp_timeout
+        timeout, self.sharded = self.config.ddp_timeout, take_sharding()
         self.accelerator, self.precision = start_accelerator(self.config.mixed_precision, timeout)
         self.state.is_world_process_zero = self.accelerator.is_main_process
         self.state.is_local_process_zero = self.accelerator.is_local_main_process
@@ -178,6 +183,8 @@ class Pretrainer:
         if config.document_masking:
             flex = self.compile.enabled and device.type == "cuda" and model.config.attn_pdrop == 0
             self.attention = partial(document_attention, separator_id=tokenizer.eos_token_id, flex=flex)
+        if self.sharded:
+            shard(model, self.precision.name)
         self.raw_model, self.raw_optimizer = model, build_optimizer(model, config)
         if config.gradient_checkpointing:
             getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
@@ -193,7 +200,8 @@ class Pretrainer:
         self.run_id = uuid.uuid4().hex
         if self.resumed_from:
             position, wall_seconds = self._restore(self.resumed_from)
-        self.model, self.optimizer = accelerator.prepare(model, self.raw_optimizer)
+        self.model = model if self.sharded else accelerator.prepare(model)
+        self.optimizer = accelerator.prepare(self.raw_optimizer)
         self.model.train()
         self.batches = iterate(
             self.data.train,

@@ -29,11 +29,11 @@ def main() -> None:
     pretrainer = Pretrainer(config)
     pretrainer.train()
     if pretrainer.accelerator.is_main_process:
-        from hfgpt.generation import generate
+        from hfgpt.generation import generate, load_checkpoint
 
-        tokenizer = pretrainer.data.tokenizer
+        model, tokenizer = load_checkpoint(f"{config.output_dir}/checkpoint-latest")
         prompt = tokenizer.decode(pretrainer.data.validation[:12], skip_special_tokens=True)
-        for text in generate(pretrainer.raw_model, tokenizer, prompt, max_new_tokens=60, temperature=0.8, seed=1):
+        for text in generate(model, tokenizer, prompt, max_new_tokens=60, temperature=0.8, seed=1):
             print(f"\nsample, from held-out text on:\n{prompt}|{text}")
         print(
             "\nLoad the result anywhere:\n"

@@ -1,0 +1,120 @@
+"""One process, several with the whole model each (DDP), several that share it (FSDP2): the same run."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from running import MODEL, ROOT
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from hfgpt.checkpoint import fault
+
+CONFIGS = ROOT / "accelerate_configs"
+FLAGS = ["--model", json.dumps(MODEL), "--tokenizer", "bpe-300", "--streaming", "true", "--sequence_length", "16"]
+FLAGS += ["--tokens_per_step", "256", "--max_steps", "6", "--learning_rate", "1e-2", "--warmup_steps", "2"]
+FLAGS += ["--mixed_precision", "no", "--torch_compile", "false", "--logging_steps", "1", "--eval_steps", "3"]
+FLAGS += ["--eval_tokens", "300", "--save_steps", "2"]
+# Saves what each process holds of the parameters, to see that they are shared out.
+RECIPE = """
+import os
+from pathlib import Path
+from torch.distributed.tensor import DTensor
+from transformers import TrainerCallback
+from hfgpt import PretrainConfig, Pretrainer, run_recipe
+
+class Held(TrainerCallback):
+    def on_train_end(self, args, state, control, model=None, **kwargs):
+        local = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
+        held = sum(p.numel() for p in local), sum(p.numel() for p in model.parameters())
+        Path(args.output_dir, f"held.{os.environ.get('RANK', '0')}").write_text(f"{held[0]} {held[1]}")
+
+run_recipe(lambda: Pretrainer(PretrainConfig.from_cli(), [Held()]).train())
+"""
+
+
+@pytest.fixture
+def launch(tmp_path, document_folder):
+    """Runs the recipe as `kind` of run (one, ddp or fsdp2) in the folder `name`; returns that folder."""
+    (tmp_path / "recipe.py").write_text(RECIPE)
+
+    def launch(kind: str, name: str, *flags: str, code: int = 0) -> Path:
+        config = {"one": "cpu.yaml", "ddp": "multi_gpu_ddp.yaml", "fsdp2": "multi_gpu_fsdp2.yaml"}[kind]
+        settings = (CONFIGS / config).read_text().replace("mixed_precision: bf16", "use_cpu: true")
+        (tmp_path / f"{kind}.yaml").write_text(settings)  # the cards' own file, but for the cards
+        command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(tmp_path / f"{kind}.yaml")]
+        command += [str(tmp_path / "recipe.py"), "--dataset", str(document_folder), *FLAGS]
+        command += ["--output_dir", str(tmp_path / name), *flags]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+        assert done.returncode == code, done.stderr
+        return tmp_path / name
+
+    return launch
+
+
+def lines(folder, key="loss"):
+    return [line for line in map(json.loads, (folder / "metrics.jsonl").open()) if key in line]
+
+
+def assert_same(one, other, tolerance=2e-5):
+    assert (one / "ledger.jsonl").read_text() == (other / "ledger.jsonl").read_text()
+    for key in ("loss", "grad_norm", "learning_rate", "eval_loss", "num_input_tokens_seen"):
+        kind = "eval_loss" if key == "eval_loss" else "loss"
+        first, second = ([line[key] for line in lines(folder, kind)] for folder in (one, other))
+        assert second == pytest.approx(first, abs=tolerance), key
+    for name in ("model.safetensors", "training_state/optimizer.safetensors"):
+        first, second = (load_file(folder / "checkpoint-latest" / name) for folder in (one, other))
+        assert first.keys() == second.keys()
+        for key in first:
+            torch.testing.assert_close(second[key], first[key], atol=tolerance, rtol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optim", ["adamw", "muon"])
+def test_one_process_two_and_two_that_share_the_model_are_one_run(launch, optim):
+    """8 blocks x 2 on one process are 4 x 2 on two."""
+    flags = ["--optim", optim]
+    one = launch("one", "one", "--per_device_train_batch_size", "8", *flags)
+    for kind in ("ddp", "fsdp2"):
+        two = launch(kind, kind, "--per_device_train_batch_size", "4", *flags)
+        assert_same(one, two, tolerance=2e-5 if optim == "adamw" else 2e-3)  # Muon rounds its updates to bf16
+        held = [tuple(map(int, (two / f"held.{rank}").read_text().split())) for rank in (0, 1)]
+        share = 1 if kind == "ddp" else 2
+        assert [mine * share for mine, _ in held] == pytest.approx([total for _, total in held], rel=0.05)
+        model, info = AutoModelForCausalLM.from_pretrained(two / "checkpoint-latest", output_loading_info=True)
+        assert not info["missing_keys"] and not info["unexpected_keys"]
+        assert model.config.architectures == ["GPT2LMHeadModel"]
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_as_another_kind(launch, tmp_path):
+    whole = launch("one", "whole", "--per_device_train_batch_size", "8")
+    shutil.copytree(whole / "checkpoint-2", tmp_path / "moved" / "checkpoint-2")
+    resume = ["--resume_from_checkpoint", "latest", "--per_device_train_batch_size", "4"]
+    for kind, steps in (("fsdp2", "4"), ("ddp", "5"), ("fsdp2", "6")):
+        moved = launch(kind, "moved", *resume, "--max_steps", steps)
+    assert (whole / "ledger.jsonl").read_text().splitlines()[2:] == (moved / "ledger.jsonl").read_text().splitlines()
+    for key in ("loss", "learning_rate"):
+        first, second = ([line[key] for line in lines(folder)] for folder in (whole, moved))
+        assert second == pytest.approx(first[2:], abs=2e-5), key
+    assert all(fault(folder) is None for folder in moved.glob("checkpoint-?"))
+
+
+@pytest.mark.slow
+def test_sharing_the_model_serves_bf16_and_recomputation(launch):
+    """Near to float32; the precision of the weights and of the loss stays."""
+    exact = launch("one", "exact")
+    flags = ["--mixed_precision", "bf16", "--gradient_checkpointing", "true", "--per_device_train_batch_size", "4"]
+    near = launch("fsdp2", "near", *flags)
+    losses = [[line["loss"] for line in lines(folder)] for folder in (exact, near)]
+    assert losses[1] == pytest.approx(losses[0], abs=0.03) and losses[1] != losses[0]
+    weights = load_file(near / "checkpoint-latest" / "model.safetensors")
+    assert {value.dtype for value in weights.values()} == {torch.float32}
