@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -26,11 +27,11 @@ SECONDS_TO_END = 3.0
 class HostGroup:
     """All processes, on the CPU: no exchange waits for a device. Alone, a process keeps its values as they are.
 
-    Beside the exchange, a store that the main process keeps: what each process did last, and why one has failed.
+    Beside the exchange, a store that the main process keeps: why one has failed, and which wait in vain.
     """
 
     def __init__(self, world: int, timeout_seconds: float) -> None:
-        self.world, self.timeout_seconds, self.rank, self._exchanges = world, timeout_seconds, 0, 0
+        self.world, self.timeout_seconds, self.rank = world, timeout_seconds, 0
         if world == 1:
             return
         timeout, self.rank = timedelta(seconds=timeout_seconds), dist.get_rank()
@@ -51,8 +52,6 @@ class HostGroup:
         if self.world == 1:
             return [value]
         values: list[Any] = [None] * self.world
-        self._exchanges += 1
-        self._store.set(f"exchanges of {self.rank}", str(self._exchanges))
         dist.all_gather_object(values, value, group=self._group)
         return values
 
@@ -85,14 +84,17 @@ class HostGroup:
             said = str(error).lower()
             lost = isinstance(error, dist.DistError) or "gloo" in said or "nccl" in said or "tcpstore" in said
             if isinstance(error, UserError | RunError) or not lost:
-                with suppress(RuntimeError):  # the main process may be gone
-                    cause = (str(error).strip() or "no message").splitlines()[0]
-                    self._store.set("fault", f"process {self.rank} of {self.world}: {type(error).__name__}: {cause}")
+                cause = (str(error).strip() or "no message").splitlines()[0]
+                told = f"process {self.rank} of {self.world}: {type(error).__name__}: {cause}"
+                _within(SECONDS_TO_END, lambda: self._store.set("fault", told))
                 raise
-            raise RunError(f"{self._loss()}; continue with --resume_from_checkpoint latest", everywhere=True) from error
+            loss = _within(2 * SECONDS_TO_END, self._loss) or "no contact to the main process"
+            raise RunError(f"{loss}; continue with --resume_from_checkpoint latest", everywhere=True) from error
 
     def _loss(self) -> str:
         """What has become of the process that was lost, as far as can be told from here."""
+        with suppress(RuntimeError):  # where the main process has ended, so has the store
+            self._store.set(f"waits {self.rank}", "")
         here, until = socket.gethostname(), time.monotonic() + SECONDS_TO_END
         while time.monotonic() < until:
             with suppress(RuntimeError):
@@ -102,14 +104,23 @@ class HostGroup:
             if gone:
                 return "; ".join(f"process {r} of {self.world} (pid {self._members[r][1]}) has ended" for r in gone)
             time.sleep(0.05)
+        silent = [rank for rank in range(self.world) if not self._store.check([f"waits {rank}"])]
+        hosts = ", ".join(f"{rank} (on {self._members[rank][0]})" for rank in silent)  # the others are here by now
+        return f"no answer from process {hosts} of {self.world} within ddp_timeout={self.timeout_seconds:g} s"
+
+
+def _within(seconds: float, call: Callable[[], T]) -> T | None:
+    """What `call` returns; None where it fails, or takes longer, as the store does when the network is gone."""
+    returned: list[T] = []
+
+    def work() -> None:
         with suppress(RuntimeError):
-            counts = [int(self._store.get(f"exchanges of {rank}")) for rank in range(self.world)]
-            if behind := [rank for rank, count in enumerate(counts) if count < max(counts)]:
-                hosts = ", ".join(f"{rank} (on {self._members[rank][0]})" for rank in behind)
-                return f"no answer from process {hosts} of {self.world} within ddp_timeout={self.timeout_seconds:g} s"
-        others = sorted({host for host, _ in self._members if host != here})
-        where = f"; the network to {', '.join(others)} may be down" if others else ""
-        return f"no contact to the other processes of {self.world}{where}"
+            returned.append(call())
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return returned[0] if returned else None
 
 
 def _runs(pid: int) -> bool:

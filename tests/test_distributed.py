@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
-from running import MODEL, ROOT
+from running import MODEL, ROOT, TWO
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -118,3 +121,104 @@ def test_sharing_the_model_serves_bf16_and_recomputation(launch):
     assert losses[1] == pytest.approx(losses[0], abs=0.03) and losses[1] != losses[0]
     weights = load_file(near / "checkpoint-latest" / "model.safetensors")
     assert {value.dtype for value in weights.values()} == {torch.float32}
+
+
+FAILING = """
+import os, signal, time
+from transformers import TrainerCallback
+from hfgpt import PretrainConfig, Pretrainer, run_recipe
+
+class Fails(TrainerCallback):
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == 3 and os.environ["RANK"] == "1":
+            {what}
+
+run_recipe(lambda: Pretrainer(PretrainConfig.from_cli(), [Fails()]).train())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("what", "told"),
+    [
+        ("raise ValueError('a bad card')", "process 1 of 2: ValueError: a bad card"),
+        (
+            "signal.signal(signal.SIGTERM, signal.SIG_DFL), time.sleep(1000)",
+            "no answer from process 1 (on {host}) of 2 within ddp_timeout=6 s",
+        ),
+        ("os._exit(3)", "process 1 of 2 (pid "),
+    ],
+)
+def test_what_ends_one_process_is_the_last_word_of_the_main_one(tmp_path, document_folder, what, told):
+    recipe = tmp_path / "recipe.py"
+    recipe.write_text(FAILING.format(what=what))
+    logs = [*TWO[:-1], "--nproc_per_node=2", "--log_dir", str(tmp_path / "logs"), "--redirects", "2"]
+    flags = ["--dataset", str(document_folder), *FLAGS, "--output_dir", str(tmp_path / "run"), "--save_steps", "2"]
+    flags += ["--per_device_train_batch_size", "4", "--ddp_timeout", "6", "--stream_timeout", "5"]
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "ACCELERATE_USE_CPU": "true",
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "3",
+    }
+    began = time.monotonic()
+    done = subprocess.run([*logs, str(recipe), *flags], env=environment, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 1 and time.monotonic() - began < 60
+    [log] = (tmp_path / "logs").rglob("attempt_0/0/stderr.log")
+    last = log.read_text().splitlines()[-1]
+    assert last.startswith(f"error: {told.format(host=socket.gethostname())}"), log.read_text()
+    assert last.endswith("continue with --resume_from_checkpoint latest")
+    assert fault((tmp_path / "run" / "checkpoint-latest").resolve()) is None
+    assert not [p for p in psutil.process_iter(["cmdline"]) if str(recipe) in " ".join(p.info.get("cmdline") or [])]
+
+
+COUNTING = """
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from transformers import TrainerCallback
+from hfgpt import PretrainConfig, Pretrainer, run_recipe
+
+class Counts(TrainerCallback):
+    reduced, steps = 0, 0
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        def hook(group, bucket):
+            self.reduced += bucket.buffer().numel()
+            return allreduce_hook(group, bucket)
+
+        pretrainer.model.register_comm_hook(None, hook)
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        self.steps += 1
+        assert self.reduced == self.steps * sum(p.numel() for p in model.parameters()), (self.reduced, self.steps)
+
+counts = Counts()
+pretrainer = Pretrainer(PretrainConfig.from_cli(), [counts])
+run_recipe(pretrainer.train)
+assert counts.steps == 6
+"""
+
+
+@pytest.mark.slow
+def test_gradients_are_exchanged_once_a_step(tmp_path, document_folder):
+    recipe = tmp_path / "recipe.py"
+    recipe.write_text(COUNTING)
+    flags = ["--dataset", str(document_folder), *FLAGS, "--output_dir", str(tmp_path / "run")]
+    flags += ["--per_device_train_batch_size", "2"]  # x 16 x 2 processes x accumulation 4
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+    done = subprocess.run([*TWO, str(recipe), *flags], env=environment, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+def test_a_step_that_is_not_finite_is_left_out_of_a_shared_model(launch, tmp_path):
+    poison = "from test_guard import PoisonMicroBatch\n"
+    recipe = (tmp_path / "recipe.py").read_text().replace("[Held()]", "[Held(), PoisonMicroBatch(3, 0, rank=1)]")
+    (tmp_path / "recipe.py").write_text(f"import sys\nsys.path.insert(0, {str(ROOT / 'tests')!r})\n{poison}{recipe}")
+    folder = launch("fsdp2", "run", "--per_device_train_batch_size", "4")
+    [record] = lines(folder, "documents")
+    assert record["step"] == 3 and record["ranks"] == [1] and record["documents"]
+    for name in ("model.safetensors", "training_state/optimizer.safetensors"):
+        tensors = load_file(folder / "checkpoint-6" / name)
+        assert all(value.isfinite().all() for value in tensors.values())
+    steps = {int(value) for key, value in tensors.items() if key.startswith("step.")}
+    assert steps == {5}  # of six
