@@ -222,3 +222,39 @@ def test_a_step_that_is_not_finite_is_left_out_of_a_shared_model(launch, tmp_pat
         assert all(value.isfinite().all() for value in tensors.values())
     steps = {int(value) for key, value in tensors.items() if key.startswith("step.")}
     assert steps == {5}  # of six
+
+
+UNEVEN = """
+import copy
+import torch
+import torch.distributed as dist
+from hfgpt import PretrainConfig, Pretrainer
+
+pretrainer = Pretrainer(PretrainConfig.from_cli())
+pretrainer.setup()
+pretrainer.optimizer.step = pretrainer.optimizer.zero_grad = lambda: None
+model = copy.deepcopy(pretrainer.raw_model)
+mine, whole = pretrainer.next_batch()
+ids, labels = pretrainer.to_tensors(whole.blocks)
+labels = labels.clone()
+for row in range(len(labels)):
+    labels[row, 1 + row % 3 if row < len(labels) // 2 else 12 :] = -100  # few targets on process 0, many on 1
+share = slice(len(ids) // 2 * dist.get_rank(), len(ids) // 2 * (dist.get_rank() + 1))
+loss, *_ = pretrainer.training_step(ids[share], labels[share], step=1)
+expected = torch.nn.functional.cross_entropy(model(ids).logits.flatten(0, 1), labels.flatten().long())
+expected.backward()
+torch.testing.assert_close(loss, expected.detach(), atol=1e-6, rtol=0)
+for ours, plain in zip(pretrainer.raw_model.parameters(), model.parameters(), strict=True):
+    torch.testing.assert_close(ours.grad, plain.grad, atol=1e-6, rtol=1e-5)
+"""
+
+
+@pytest.mark.slow
+def test_unequal_numbers_of_targets_weigh_as_in_one_batch(tmp_path, document_folder):
+    recipe = tmp_path / "recipe.py"
+    recipe.write_text(UNEVEN)
+    flags = ["--dataset", str(document_folder), *FLAGS, "--output_dir", str(tmp_path / "run"), "--max_grad_norm", "0"]
+    flags += ["--per_device_train_batch_size", "4", "--dataloader_num_workers", "0"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+    done = subprocess.run([*TWO, str(recipe), *flags], env=environment, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
