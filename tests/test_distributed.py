@@ -45,12 +45,12 @@ run_recipe(lambda: Pretrainer(PretrainConfig.from_cli(), [Held()]).train())
 
 @pytest.fixture
 def launch(tmp_path, document_folder):
-    """Runs the recipe as `kind` of run (one, ddp or fsdp2) in the folder `name`; returns that folder."""
+    """Runs the recipe as `kind` of run (one, cpus, ddp or fsdp2) in the folder `name`; returns that folder."""
     (tmp_path / "recipe.py").write_text(RECIPE)
 
     def launch(kind: str, name: str, *flags: str, code: int = 0) -> Path:
-        config = {"one": "cpu.yaml", "ddp": "multi_gpu_ddp.yaml", "fsdp2": "multi_gpu_fsdp2.yaml"}[kind]
-        settings = (CONFIGS / config).read_text().replace("mixed_precision: bf16", "use_cpu: true")
+        names = {"one": "cpu", "cpus": "cpu_2proc", "ddp": "multi_gpu_ddp", "fsdp2": "multi_gpu_fsdp2"}
+        settings = (CONFIGS / f"{names[kind]}.yaml").read_text().replace("mixed_precision: bf16", "use_cpu: true")
         (tmp_path / f"{kind}.yaml").write_text(settings)  # the cards' own file, but for the cards
         command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(tmp_path / f"{kind}.yaml")]
         command += [str(tmp_path / "recipe.py"), "--dataset", str(document_folder), *FLAGS]
@@ -102,7 +102,7 @@ def test_a_run_goes_on_as_another_kind(launch, tmp_path):
     whole = launch("one", "whole", "--per_device_train_batch_size", "8")
     shutil.copytree(whole / "checkpoint-2", tmp_path / "moved" / "checkpoint-2")
     resume = ["--resume_from_checkpoint", "latest", "--per_device_train_batch_size", "4"]
-    for kind, steps in (("fsdp2", "4"), ("ddp", "5"), ("fsdp2", "6")):
+    for kind, steps in (("fsdp2", "4"), ("cpus", "5"), ("fsdp2", "6")):
         moved = launch(kind, "moved", *resume, "--max_steps", steps)
     assert (whole / "ledger.jsonl").read_text().splitlines()[2:] == (moved / "ledger.jsonl").read_text().splitlines()
     for key in ("loss", "learning_rate"):
