@@ -183,6 +183,8 @@ class Pretrainer:
         if config.document_masking:
             flex = self.compile.enabled and device.type == "cuda" and model.config.attn_pdrop == 0
             self.attention = partial(document_attention, separator_id=tokenizer.eos_token_id, flex=flex)
+        if self.sharded and self.precision.name == "fp16":
+            raise UserError("mixed_precision fp16: its loss scaling does not serve FSDP2; use bf16, or DDP")
         if self.sharded:
             shard(model, self.precision.name)
         self.raw_model, self.raw_optimizer = model, build_optimizer(model, config)
