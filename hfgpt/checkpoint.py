@@ -10,7 +10,6 @@ import json
 import logging
 import math
 import os
-import shutil
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -32,12 +31,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from hfgpt.data.tokenization import save_tokenizer
 from hfgpt.errors import RunError, UserError
-from hfgpt.run_folder import LATEST, RunFolder, write_json
+from hfgpt.run_folder import LATEST, RunFolder, remove, write_json
+from hfgpt.training_state import STATE, read_state
 
 logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
-STATE = "training_state"
 REQUIRED = (
     *("config.json", "model.safetensors", "tokenizer.json"),
     *(f"{STATE}/optimizer.safetensors", f"{STATE}/trainer_state.json", f"{STATE}/data_state.json"),
@@ -47,18 +46,6 @@ FUNCTION = (
     *("vocab_size", "n_layer", "n_head", "n_embd", "n_positions", "n_inner", "activation_function"),
     *("layer_norm_epsilon", "scale_attn_weights", "scale_attn_by_inverse_layer_idx", "tie_word_embeddings"),
 )
-NUMBER = (int, float)
-# What training_state/ holds as JSON: the type of each value, or the same of a dictionary's; in a list: or null.
-STATE_FORM: dict[str, dict[str, Any]] = {
-    "trainer_state": {
-        **{"run_id": str, "step": int, "num_input_tokens_seen": int, "wall_seconds": NUMBER, "config": dict},
-        "schedule": {"curve_steps": int, "since": int, "at": NUMBER, "pace": NUMBER},
-        "skipped_rows": dict,
-        "evaluation": [{"eval_loss": NUMBER, "eval_perplexity": NUMBER, "eval_tokens": int}],
-        **{"evaluation_step": int, "gradient_scaler": (dict, type(None))},
-    },
-    "data_state": {"fingerprint": dict, "position": dict},
-}
 _WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
@@ -114,6 +101,8 @@ def go_on_from(run: RunFolder, resumed: Path | None, step: int, keep: int | None
     A process may have been killed between naming a checkpoint and the link and rotation, which are made up for.
     """
     own = [folder for folder in run.checkpoints() if resumed and folder.samefile(resumed)]
+    if resumed and not own:
+        run.take_records(resumed.resolve().parent)
     linked = all([point_latest_at(run, folder) for folder in own])  # first, as later checkpoints lose their names
     run.rewind(step if resumed else -1)
     for folder in own if linked and keep else []:
@@ -130,7 +119,7 @@ def rotate(run: RunFolder, newest: Path, keep: int) -> None:
         except UserError:
             continue  # not ours to judge
         if state["run_id"] == run_id:
-            evaluated = state["evaluation_step"] == state["step"]
+            evaluated = state["evaluation"] and state["evaluation_step"] == state["step"]
             losses[folder] = state["evaluation"]["eval_loss"] if evaluated else math.inf
     best = min(losses, key=lambda folder: losses[folder])
     ranked = sorted(losses, key=lambda folder: (folder != newest, folder != best))  # stable: the others newest first
@@ -140,10 +129,11 @@ def rotate(run: RunFolder, newest: Path, keep: int) -> None:
 
 def _remove(folder: Path) -> None:
     """Under another name first, so that a folder half removed is not taken for a checkpoint."""
-    if folder.exists():
+    if folder.exists() and not folder.is_symlink():
         going = folder.with_name(f".{folder.name.strip('.')}.removed")
-        shutil.rmtree(going, ignore_errors=True)
-        shutil.rmtree(folder.rename(going), ignore_errors=True)
+        remove(going)
+        folder = folder.rename(going)
+    remove(folder)
 
 
 class Saver:
@@ -151,7 +141,7 @@ class Saver:
 
     def __init__(self, run: RunFolder, keep: int | None, max_failures: int) -> None:
         self.run, self.keep, self.max_failures = run, keep, max_failures
-        self.failures = 0
+        self.failures, self.rotates = 0, True
         self._thread: threading.Thread | None = None
         self._outcome: Path | Exception | None = None
 
@@ -166,7 +156,7 @@ class Saver:
     def start(self, step: int, write: Callable[[Path], None]) -> None:
         def work() -> None:
             try:
-                self._outcome = write_checkpoint(self.run, step, write, self.keep)
+                self._outcome = write_checkpoint(self.run, step, write, self.keep if self.rotates else None)
             except Exception as error:
                 self._outcome = error
 
@@ -186,7 +176,11 @@ class Saver:
         outcome, self._thread, self._outcome = self._outcome, None, None
         self.failures = self.failures + 1 if isinstance(outcome, Exception) else 0
         if self.failures >= self.max_failures:
-            raise RunError(f"checkpoints could not be written {self.failures} times in a row: {outcome}")
+            newest = next((path.name for path in self.run.checkpoints()), "none")
+            raise RunError(
+                f"checkpoints could not be written {self.failures} times in a row in {self.run.path} (newest there: "
+                f"{newest}; allowed by max_failed_saves): {outcome}"
+            )
         return outcome
 
 
@@ -209,7 +203,7 @@ def fault(folder: Path) -> str | None:
                 return f"{name} is damaged (its hash differs from the one in {MANIFEST})"
     except FileNotFoundError:
         return f"{MANIFEST} is missing: it was not written to its end"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return f"{MANIFEST} is unreadable: {error}"
     return None
 
@@ -229,6 +223,8 @@ def find_checkpoint(run: RunFolder, wanted: str) -> Path | None:
             raise UserError(
                 f"resume_from_checkpoint=latest: no whole checkpoint in {run.path}; start anew in another output_dir"
             )
+        if run.holds_run():
+            logger.warning("the run in %s has no checkpoint yet: it starts at step 1 again", run.path)
         return None
     if wanted == "never":
         if run.holds_run():
@@ -242,6 +238,8 @@ def find_checkpoint(run: RunFolder, wanted: str) -> Path | None:
         known = ", ".join(path.name for path in run.checkpoints()) or "none"
         raise UserError(f"resume_from_checkpoint={wanted}: no such folder; checkpoints in {run.path}: {known}")
     if problem := fault(folder):
+        if (folder / "run.json").exists():
+            problem = "it is a run folder, not a checkpoint"
         raise UserError(f"resume_from_checkpoint={wanted}: {problem}; name another one, or use latest")
     if run.holds_run() and folder.resolve().parent != run.path.resolve():
         raise UserError(
@@ -254,10 +252,12 @@ def find_checkpoint(run: RunFolder, wanted: str) -> Path | None:
 def _foreign(folder: Path, run_id: str | None) -> str | None:
     """Why a whole folder is not one of the run's checkpoints, or None."""
     try:
-        same = run_id in (None, read_state(folder, "trainer_state")["run_id"])
+        state = read_state(folder, "trainer_state")
     except UserError as error:
         return str(error)
-    return None if same else "it is of another run"
+    if folder.name != f"checkpoint-{state['step']}":
+        return f"it is a copy of checkpoint-{state['step']}"
+    return None if run_id in (None, state["run_id"]) else "it is of another run"
 
 
 def snapshot(model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, torch.Tensor]]:
@@ -297,42 +297,6 @@ def write_files(
     write_json(folder / STATE / "data_state.json", data)
 
 
-def read_state(folder: Path, name: str) -> dict[str, Any]:
-    """`trainer_state` or `data_state` of a checkpoint. Raises UserError where it is not as hfgpt writes it."""
-    path = folder / STATE / f"{name}.json"
-    try:
-        state = json.loads(path.read_text(encoding="utf-8"))
-        wrong = _misformed(state, STATE_FORM[name])
-    except (OSError, ValueError, RecursionError) as error:
-        wrong = [f"{type(error).__name__}: {error}"]
-    if wrong:
-        raise UserError(f"{path} is not as this version writes it ({', '.join(wrong)}); take another checkpoint")
-    return state
-
-
-def _misformed(value: Any, form: dict[str, Any]) -> list[str]:
-    """Keys of `value` that are missing, or not of the form asked for."""
-    if not isinstance(value, dict):
-        return ["not an object"]
-    wrong = []
-    for key, kind in form.items():
-        if isinstance(kind, list):
-            kind = kind[0] if value.get(key) is not None else type(None)
-        if key not in value or not isinstance(kind, dict):
-            fine = key in value and isinstance(value[key], kind)
-            wrong += [] if fine else [key]
-        else:
-            wrong += [f"{key}.{inner}" for inner in _misformed(value[key], kind)]
-    return wrong
-
-
-def changed_settings(then: dict[str, Any], now: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Settings of a resumed run that are not those it was saved with; where it is stored does not count."""
-    changed = [key for key in now if then.get(key) != now[key]]
-    place = ("output_dir", "run_name", "resume_from_checkpoint")
-    return {key: {"from": then.get(key), "to": now[key]} for key in changed if key not in place}
-
-
 def load_model_and_optimizer(folder: Path, model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> None:
     """Weights and optimizer state of a checkpoint into `model` and `optimizer`, in place.
 
@@ -343,6 +307,8 @@ def load_model_and_optimizer(folder: Path, model: PreTrainedModel, optimizer: to
         weights, moments = load_file(folder / "model.safetensors"), load_file(folder / STATE / "optimizer.safetensors")
     except (OSError, ValueError, RecursionError, SafetensorError) as error:
         raise UserError(f"resume_from_checkpoint={folder}: cannot be read ({error}); take another one") from error
+    if not all(value.isfinite().all() for value in [*weights.values(), *moments.values()]):
+        raise UserError(f"resume_from_checkpoint={folder}: holds values that are not finite; take another one")
     ours, saved = model.config.to_dict(), saved if isinstance(saved, dict) else {}
     changed = [
         f"model.{key}: {saved.get(key)} there, {ours[key]} here" for key in FUNCTION if saved.get(key) != ours[key]
@@ -355,8 +321,9 @@ def load_model_and_optimizer(folder: Path, model: PreTrainedModel, optimizer: to
     state: Any = get_optimizer_state_dict(model, optimizer)
     here = {f"{key}.{name}": value for name, values in state["state"].items() for key, value in values.items()}
     if differing := _differing(moments, here):
-        text = f"it holds the state of another optimizer; restore optim ({differing} differ)"
-        raise UserError(f"resume_from_checkpoint={folder}: {text}")
+        raise UserError(
+            f"resume_from_checkpoint={folder}: it holds the state of another optimizer ({differing} differ)"
+        )
     # New dictionaries: those that were returned are the optimizer's own.
     filled = {name: {key: moments[f"{key}.{name}"] for key in values} for name, values in state["state"].items()}
     state = {**state, "state": filled}
@@ -368,7 +335,8 @@ def load_model_and_optimizer(folder: Path, model: PreTrainedModel, optimizer: to
 def _differing(there: Mapping[str, torch.Tensor], here: Mapping[str, torch.Tensor]) -> list[str]:
     """A few names that only one of them has, or with another shape."""
     names = [name for name in {**here, **there} if name not in here or name not in there]
-    return (names or [name for name in here if here[name].shape != there[name].shape])[:3]
+    forms = [{name: (value.shape, value.dtype) for name, value in side.items()} for side in (here, there)]
+    return (names or [name for name in here if forms[0][name] != forms[1][name]])[:3]
 
 
 def _facts(path: Path) -> dict[str, Any]:

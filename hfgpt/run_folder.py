@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
@@ -22,20 +23,30 @@ except ImportError:  # Windows
 
 logger = logging.getLogger(__name__)
 
-CHECKPOINT = re.compile(r"^checkpoint-(\d+)$")
+CHECKPOINT = re.compile(r"^checkpoint-(\d{1,18})$")
 LATEST = "checkpoint-latest"
 LOCK = ".lock"
 
 
 def write_json(path: Path, content: Any) -> None:
+    _replace(path, (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode())
+
+
+def _replace(path: Path, content: bytes) -> None:
     """Whole or not at all: written aside, then renamed over `path`."""
     aside = path.with_name(f".{path.name}.tmp")
-    with open(aside, "w", encoding="utf-8") as file:
-        json.dump(content, file, indent=2, ensure_ascii=False)
-        file.write("\n")
+    aside.unlink(missing_ok=True)  # it might be a link to somewhere else
+    with open(aside, "xb") as file:
+        file.write(content)
         file.flush()
         os.fsync(file.fileno())
     os.replace(aside, path)
+
+
+def remove(path: Path) -> None:
+    """A file, a link alone, or a folder with all in it; what cannot be removed stays."""
+    with contextlib.suppress(OSError):
+        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
 class RunFolder:
@@ -69,8 +80,17 @@ class RunFolder:
         """The run's own name, by which its checkpoints know it; None where there is no run.json."""
         try:
             return json.loads(self.run_json.read_text(encoding="utf-8"))["run_id"]
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return None
+
+    def evaluation(self, step: int) -> dict[str, Any]:
+        """The evaluation record of a step, empty if there is none."""
+        found: dict[str, Any] = {}
+        for line in self.metrics.read_bytes().splitlines() if self.metrics.is_file() else []:
+            with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
+                record = json.loads(line)
+                found = record if record["step"] == step and record.get("eval_loss") is not None else found
+        return found
 
     def check_writable(self) -> None:
         """Raise UserError where the folder cannot be made or written, before anything is."""
@@ -105,7 +125,11 @@ class RunFolder:
             self._lock = None
 
     def _hold(self, kind: int) -> None:
-        self._lock = open(self.path / LOCK, "ab+", buffering=0)  # noqa: SIM115 open for as long as the run
+        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
+        try:
+            self._lock = os.fdopen(os.open(self.path / LOCK, flags, 0o666), "ab+", buffering=0)
+        except OSError as error:
+            raise UserError(f"output_dir={self.path}: {LOCK} cannot be written ({error.strerror}); remove it") from None
         try:
             fcntl.flock(self._lock, kind | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -144,7 +168,7 @@ class RunFolder:
         taken for the newest. What a killed process left of a checkpoint is removed.
         """
         for rest in self.path.glob(".checkpoint-*") if self.writes else []:
-            shutil.rmtree(rest, ignore_errors=True)
+            remove(rest)
         for folder in self.checkpoints() if self.writes else []:
             if int(folder.name.split("-")[1]) > step:
                 self.abandon(folder)
@@ -156,11 +180,15 @@ class RunFolder:
                 try:
                     if line.endswith(b"\n") and json.loads(line)["step"] <= step:
                         kept.append(line)
-                except (ValueError, KeyError, TypeError):
+                except (ValueError, KeyError, TypeError, RecursionError):
                     continue
-            aside = path.with_name(f".{path.name}.tmp")
-            aside.write_bytes(b"".join(kept))
-            os.replace(aside, path)
+            _replace(path, b"".join(kept))
+
+    def take_records(self, other: Path) -> None:
+        """Begin with the records of the run in `other`, which goes on here."""
+        for path in (self.metrics, self.ledger):
+            if (there := other / path.name).is_file() and not path.exists():
+                _replace(path, there.read_bytes())
 
     def abandon(self, folder: Path) -> None:
         """Keep a folder under a name that is not taken for a checkpoint."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 import uuid
 from collections import Counter
@@ -38,6 +39,7 @@ from hfgpt.optim import LearningRate, build_optimizer
 from hfgpt.plan import Plan, check_memory, run_facts
 from hfgpt.run_folder import RunFolder
 from hfgpt.signals import Interrupted, StopSignals
+from hfgpt.training_state import changed_settings, read_state
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +58,7 @@ class Pretrainer:
         self.state.eval_steps = config.eval_steps
         self.signals = StopSignals()
         self.control = TrainerControl()
-        self.started = False
+        self.started = self.save_is_due = False
 
     def train(self) -> dict[str, Any]:
         self.setup()
@@ -155,6 +157,8 @@ class Pretrainer:
         self.state.is_world_process_zero = self.accelerator.is_main_process
         self.state.is_local_process_zero = self.accelerator.is_local_main_process
         self.host = HostGroup(self.accelerator.num_processes, timeout)
+        if not self.accelerator.is_main_process:
+            logging.getLogger("hfgpt").setLevel(logging.ERROR)  # what it would say, the main one says
         with self.host.contact():
             self._prepare()
 
@@ -274,7 +278,7 @@ class Pretrainer:
             self.log()
         if self.control.should_evaluate:
             self.evaluate()
-        if self.control.should_save:
+        if self.control.should_save or self.save_is_due:
             self.save()
         self.note_saved()  # last, as it takes what is due for done, and sets the clock of the steps anew
 
@@ -306,13 +310,18 @@ class Pretrainer:
         self._record(**metrics)
         return metrics
 
-    def save(self) -> None:
+    def save(self, at_end: bool = False) -> None:
         """Start a checkpoint of the model as it is: a Hub model folder that is also the point to resume from.
 
         The state is copied at once and written beside training.
         """
         self.guard.read()
+        # A model that gives no finite loss is not worth a checkpoint, nor the place of one.
+        self.save_is_due = self.guard.skipped_in_a_row > 0 and not at_end
+        if self.save_is_due:
+            return
         self.note_saved(wait=True)
+        self.saver.rotates = self.guard.skipped_in_a_row == 0
         step = self.saved_step = self.state.global_step
         tensors = checkpoint.snapshot(self.raw_model, self.raw_optimizer)
         if self.accelerator.is_main_process:
@@ -337,7 +346,7 @@ class Pretrainer:
     def finish(self, fault: str | None = None) -> dict[str, Any]:
         """Leave the run at its end, or where it had to stop, with everything recorded and saved."""
         if self.state.global_step not in (0, self.saved_step):
-            self.save()
+            self.save(at_end=True)
         self.note_saved(wait=True)
         self.accelerator.wait_for_everyone()
         self.control = self.handler.on_train_end(self.args, self.state, self.control)
@@ -354,25 +363,29 @@ class Pretrainer:
     def _prepare_data(self) -> TextData:
         if (folder := self.resumed_from) is None:
             return prepare_data(self.config, self.batch.blocks_per_step)
-        saved, data = (checkpoint.read_state(folder, name) for name in ("trainer_state", "data_state"))
+        saved, data = (read_state(folder, name) for name in ("trainer_state", "data_state"))
         return prepare_again(self.config, self.batch.blocks_per_step, saved["config"], data["fingerprint"], folder)
 
     def _restore(self, folder: Path) -> tuple[dict[str, Any], float]:
         """Weights, optimizer, counters of a checkpoint; returns the text position and the seconds trained so far."""
-        trainer, data = checkpoint.read_state(folder, "trainer_state"), checkpoint.read_state(folder, "data_state")
+        trainer, data = read_state(folder, "trainer_state"), read_state(folder, "data_state")
         position, self.changed_text = resumed_position(
             self.data.train, data["fingerprint"], data["position"], self.config.accept_changed_text
         )
+        if (then := trainer["config"].get("optim")) != self.config.optim:
+            raise UserError(f"optim={self.config.optim}: {folder} was saved with optim={then}; restore that")
         checkpoint.load_model_and_optimizer(folder, self.raw_model, self.raw_optimizer)
         if self.accelerator.scaler is not None and trainer["gradient_scaler"]:
             self.accelerator.scaler.load_state_dict(trainer["gradient_scaler"])
         self.state.global_step = trainer["step"]
         self.state.num_input_tokens_seen = trainer["num_input_tokens_seen"]
         self.evaluation, self.evaluation_step = trainer["evaluation"] or {}, trainer["evaluation_step"]
+        if self.evaluation_step != trainer["step"] and (made_up := self.run.evaluation(trainer["step"])):
+            self.evaluation, self.evaluation_step = made_up, trainer["step"]
         self.run_id, self.skipped_rows = trainer["run_id"], Counter(trainer["skipped_rows"])
         if self.max_steps < trainer["step"]:
             raise UserError(f"max_steps={self.max_steps}: {folder} is at step {trainer['step']}; state more steps")
-        self.changed_settings = checkpoint.changed_settings(trainer["config"], self.config.to_dict())
+        self.changed_settings = changed_settings(trainer["config"], self.config.to_dict())
         for key, change in self.changed_settings.items():
             logger.warning("%s is %s from here on; it was %s", key, change["to"], change["from"])
         self.learning_rate = LearningRate(self.config, **trainer["schedule"])
@@ -396,7 +409,7 @@ class Pretrainer:
             "config": self.config.to_dict(),
             "gradient_scaler": scaler.state_dict() if scaler is not None else None,
             "skipped_rows": dict(self.skipped_rows),
-            "evaluation": self.evaluation or None,
+            "evaluation": self.evaluation if math.isfinite(self.evaluation.get("eval_perplexity", math.nan)) else None,
             "evaluation_step": self.evaluation_step,
         }
 

@@ -8,9 +8,10 @@ import os
 import pickle
 import shutil
 from functools import partial
+from math import nan
 
 import pytest
-from running import trained
+from running import records, trained
 from safetensors.torch import load_file, save_file
 
 from hfgpt.checkpoint import MANIFEST, REQUIRED, _facts, fault, find_checkpoint, write_checkpoint
@@ -23,12 +24,13 @@ def fill(folder, run_id="this", eval_loss=None):
     for name in REQUIRED:
         (folder / name).write_bytes(b"w" * 1000)
     (folder / "model.safetensors").chmod(0o600)  # as safetensors makes it
-    state = {"run_id": run_id, "step": 1, "num_input_tokens_seen": 1, "wall_seconds": 1.0, "config": {}}
+    step = int("".join(filter(str.isdigit, folder.name)))
+    state = {"run_id": run_id, "step": step, "num_input_tokens_seen": 1, "wall_seconds": 1.0, "config": {}}
     state |= {"schedule": {"curve_steps": 9, "since": 0, "at": 0, "pace": 1}, "skipped_rows": {}}
     state |= {"evaluation": None, "evaluation_step": 0, "gradient_scaler": None}
     if eval_loss is not None:
         evaluation = {"eval_loss": eval_loss, "eval_perplexity": 9.0, "eval_tokens": 9}
-        state |= {"evaluation": evaluation, "evaluation_step": 1}
+        state |= {"evaluation": evaluation, "evaluation_step": step}
     (folder / "training_state" / "trainer_state.json").write_text(json.dumps(state))
 
 
@@ -190,6 +192,14 @@ def other_tensors(folder, name, change):
     save_file(tensors, folder / name)
 
 
+def not_finite(tensors):
+    return {name: value * nan for name, value in tensors.items()}
+
+
+def in_half(tensors):
+    return {name: value.half() for name, value in tensors.items()}
+
+
 @pytest.mark.parametrize(
     ("damage", "named"),
     [
@@ -197,6 +207,18 @@ def other_tensors(folder, name, change):
         (edit("trainer_state", lambda state: {**state, "step": "4"}), r"\(step\)"),
         (edit("trainer_state", lambda state: {**state, "schedule": {"curve_steps": "x"}}), "schedule"),
         (edit("trainer_state", lambda state: {**state, "evaluation": {"eval_loss": 1}}), "evaluation"),
+        (edit("trainer_state", lambda state: {**state, "config": {}}), "optim=adamw: .* was saved with optim=None"),
+        (edit("trainer_state", lambda state: {**state, "wall_seconds": float("nan")}), "wall_seconds"),
+        (edit("trainer_state", lambda state: {**state, "skipped_rows": {"null": [1]}}), "skipped_rows"),
+        (edit("trainer_state", lambda state: {**state, "step": True}), r"\(step\)"),
+        (
+            partial(other_tensors, name="model.safetensors", change=lambda t: {k: v * nan for k, v in t.items()}),
+            "finite",
+        ),
+        (
+            partial(other_tensors, name="model.safetensors", change=lambda t: {k: v.half() for k, v in t.items()}),
+            "differ",
+        ),
         (edit("data_state", lambda state: {**state, "position": {"epoch": -1, "block": 0}}), "position"),
         (edit("data_state", lambda state: {**state, "position": {"streams": [[0, 0]]}}), "position"),
         (lambda folder: (folder / "config.json").write_text("{}"), "another model"),
@@ -222,6 +244,54 @@ def test_a_whole_folder_with_senseless_content_is_refused_by_name(config, tmp_pa
     with pytest.raises(UserError, match=named):
         trained(config("other", resume_from_checkpoint=str(folder)))
     assert not (tmp_path / "other").exists()
+
+
+def test_what_is_named_as_a_later_checkpoint_is_not_taken_for_one(config, tmp_path, caplog):
+    trained(config(max_steps=4))
+    shutil.copytree(tmp_path / "run" / "checkpoint-2", tmp_path / "run" / "checkpoint-50")
+    (tmp_path / "run" / ("checkpoint-" + "9" * 240)).mkdir()
+    deep = tmp_path / "run" / "checkpoint-60"
+    deep.mkdir()
+    (deep / MANIFEST).write_text("[" * 200_000)
+    resumed = trained(config(resume_from_checkpoint="latest"))
+    assert resumed.resumed_from.name == "checkpoint-4"
+    assert "checkpoint-50 is not used: it is a copy of checkpoint-2" in caplog.text
+    assert "checkpoint-60 is not used: manifest.json is unreadable" in caplog.text
+
+
+def test_links_in_the_run_folder_lead_to_no_file_outside(config, tmp_path):
+    trained(config(max_steps=4))
+    (tmp_path / "victim").write_text("mine")
+    for name in (
+        ".metrics.jsonl.tmp",
+        ".ledger.jsonl.tmp",
+        ".run.json.tmp",
+        ".checkpoint-6.tmp",
+        ".checkpoint-2.removed",
+    ):
+        (tmp_path / "run" / name).symlink_to(tmp_path / "victim")
+    assert trained(config(resume_from_checkpoint="latest", save_total_limit=1)).state.global_step == 6
+    assert (tmp_path / "victim").read_text() == "mine"
+    (tmp_path / "run" / ".lock").unlink()
+    (tmp_path / "run" / ".lock").symlink_to(tmp_path / "victim")
+    with pytest.raises(UserError, match=r"\.lock cannot be written"):
+        trained(config(resume_from_checkpoint="latest", max_steps=8))
+    assert (tmp_path / "victim").read_text() == "mine"
+
+
+def test_an_evaluation_that_is_not_finite_is_not_the_best(config, monkeypatch):
+    losses = iter([5.0, 3.0, 4.0, nan, 9.0])
+    rest = {"eval_bits_per_byte": None, "eval_tokens": 9, "eval_seconds": 1.0}
+    monkeypatch.setattr("hfgpt.trainer.evaluate", lambda *_, **__: {"eval_loss": next(losses), **rest})
+    run = trained(config(max_steps=10, eval_steps=2, save_steps=2, save_total_limit=2)).run
+    assert [path.name for path in run.checkpoints()] == ["checkpoint-10", "checkpoint-4"]
+
+
+def test_a_run_that_goes_on_in_another_folder_takes_its_records_along(config, tmp_path):
+    whole = trained(config("whole"))
+    moved = trained(config("second", resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-4")))
+    assert (tmp_path / "second" / "ledger.jsonl").read_text() == whole.run.ledger.read_text()
+    assert [line["loss"] for line in records(moved)] == [line["loss"] for line in records(whole)]
 
 
 def test_checkpoints_of_another_run_are_not_taken_for_this_runs(config, tmp_path, caplog):

@@ -16,6 +16,7 @@ from transformers import TrainerCallback
 
 from hfgpt import Pretrainer
 from hfgpt.data.stream import iterate
+from hfgpt.errors import RunError
 
 
 @pytest.mark.parametrize("bad_steps", [{3}, {2, 3}])
@@ -128,3 +129,22 @@ def test_processes_leave_out_a_step_together_and_name_the_one_it_came_from(tmp_p
     assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3, 4, 5]
     weights = load_file(tmp_path / "run" / "checkpoint-5" / "model.safetensors")
     assert all(value.isfinite().all() for value in weights.values())
+
+
+@pytest.mark.parametrize("limit", [1, 2])
+def test_a_model_that_breaks_keeps_its_last_good_checkpoint(config, limit):
+    class Break(TrainerCallback):
+        def on_step_end(self, args, state, control, model=None, **kwargs):
+            if state.global_step == 7:
+                model.transformer.wte.weight.data *= 1e30
+
+    pretrainer = Pretrainer(config(max_steps=30, save_steps=3, save_total_limit=limit), [Break()])
+    with pytest.raises(RunError, match="10 steps in a row, up to step 17"):
+        pretrainer.train()
+    assert pretrainer.run.checkpoints()[0].name == "checkpoint-6"
+    assert trained(config(max_steps=9, resume_from_checkpoint="latest")).guard.skipped_in_a_row == 0
+
+
+def test_a_save_that_falls_into_a_bad_step_is_made_up_for(config):
+    pretrainer = trained(config(max_steps=7, save_steps=3), PoisonMicroBatch(step=3, micro_batch=0))
+    assert [path.name for path in pretrainer.run.checkpoints()] == ["checkpoint-7", "checkpoint-6", "checkpoint-4"]

@@ -149,11 +149,14 @@ def prepare_again(
     the tokenizer trained for it, which the checkpoint `folder` holds.
     """
     pinned, commit, tokenizer = config, fingerprint.get("dataset.commit"), None
-    if commit and config.dataset_revision == saved["dataset_revision"]:
+    if commit and config.dataset_revision == saved.get("dataset_revision"):
         pinned = dataclasses.replace(config, dataset_revision=commit)
     own = config.tokenizer == "char" or config.tokenizer.startswith("bpe-")
-    if folder and own and config.tokenizer == saved["tokenizer"]:
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    if folder and own and config.tokenizer == saved.get("tokenizer"):
+        try:
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+        except Exception as error:  # each broken file fails in its own way
+            raise UserError(f"{folder}: its tokenizer cannot be read ({error}); take another checkpoint") from error
     try:
         return prepare_data(pinned, blocks_per_step, tokenizer)
     except UserError as error:

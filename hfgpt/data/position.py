@@ -16,7 +16,7 @@ SETTINGS = {
     "dataset.text_column": "text_column",
     "held_out": "eval_dataset or the rule to hold out",
     "held_out.hash": "validation text (eval_tokens, eval_dataset)",
-    "blocks_per_step": "tokens_per_step in blocks",
+    "blocks_per_step": "tokens_per_step, in blocks of sequence_length",
     "stream": "streaming",
 }
 
