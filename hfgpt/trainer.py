@@ -7,8 +7,8 @@ import math
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import closing, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -58,11 +58,11 @@ class Pretrainer:
         self.state.eval_steps = config.eval_steps
         self.signals = StopSignals()
         self.control = TrainerControl()
-        self.started = self.save_is_due = False
+        self.started = self.ended = self.save_is_due = False
 
     def train(self) -> dict[str, Any]:
         self.setup()
-        with closing(self.run), self.signals, self.saver, closing(self.batches), self.host.contact():
+        with closing(self.run), self.signals, self.saver, closing(self.batches), self.host.contact(), self.end_told():
             if self.accelerator.is_main_process:
                 print("\n".join(self.plan.lines()), flush=True)
             batch = self.next_batch() if self.state.global_step < self.max_steps else None
@@ -100,6 +100,18 @@ class Pretrainer:
             self.stop(faults[0])
         whole = side_by_side([share for share in shares if isinstance(share, StepBatch)])
         return shares[self.accelerator.process_index], whole
+
+    @contextmanager
+    def end_told(self) -> Iterator[None]:
+        """An exception inside is recorded as the end of the run."""
+        try:
+            yield
+        except Exception as error:
+            if self.started and not self.ended:
+                self._record(
+                    event="end", skipped_rows=dict(self.skipped_rows), fault=f"{type(error).__name__}: {error}"
+                )
+            raise
 
     def stop(self, fault: Exception) -> NoReturn:
         """Save what there is, and raise RunError with the way to go on. To be called on all processes."""
@@ -351,6 +363,7 @@ class Pretrainer:
         self.accelerator.wait_for_everyone()
         self.control = self.handler.on_train_end(self.args, self.state, self.control)
         self._record(event="end", skipped_rows=dict(self.skipped_rows), fault=fault)
+        self.ended = True
         if self.skipped_rows and self.accelerator.is_main_process:
             print(f"rows of text left out: {told_counts(self.skipped_rows)}", flush=True)
         if self.accelerator.num_processes > 1:

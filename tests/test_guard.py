@@ -142,6 +142,7 @@ def test_a_model_that_breaks_keeps_its_last_good_checkpoint(config, limit):
     with pytest.raises(RunError, match="10 steps in a row, up to step 17"):
         pretrainer.train()
     assert pretrainer.run.checkpoints()[0].name == "checkpoint-6"
+    assert "10 steps in a row" in records(pretrainer, "fault")[-1]["fault"]
     assert trained(config(max_steps=9, resume_from_checkpoint="latest")).guard.skipped_in_a_row == 0
 
 
