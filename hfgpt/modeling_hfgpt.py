@@ -18,13 +18,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from torch.utils.checkpoint import checkpoint
-from transformers import DynamicCache, GenerationMixin, GPT2Config, PreTrainedModel
+from transformers import DynamicCache, GenerationMixin, GPT2Config, PreTrainedModel, PreTrainedTokenizerBase
 from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.pytorch_utils import Conv1D
 
+from hfgpt.configuration_hfgpt import model_config
 from hfgpt.errors import UserError
 
 # transformers renamed the cache argument and output from `past_key_values` to `cache`; we follow what is installed.
@@ -277,3 +278,12 @@ class GPT2LMHeadModel(PreTrainedModel, GenerationMixin):
             logits = self.lm_head(x_BTC[:, keep])
         output = CausalLMOutputWithPast(loss=loss, logits=logits, **{CACHE_NAME: cache})
         return output if return_dict is None or return_dict else output.to_tuple()
+
+
+def new_model(size: str | dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> GPT2LMHeadModel:
+    """A model of random weights, by name or GPT2Config fields, with a row for each entry of the tokenizer."""
+    ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    model = GPT2LMHeadModel(model_config(size, vocab_size=len(tokenizer), **ids))
+    if model.generation_config.pad_token_id is None:  # a batch of prompts needs one; GPT-2 names none
+        model.generation_config.pad_token_id = tokenizer.eos_token_id
+    return model

@@ -23,7 +23,6 @@ from transformers.trainer_callback import TrainerControl, TrainerState
 from hfgpt import checkpoint
 from hfgpt.callbacks import CallbackArguments, MFUCallback, PerplexityCallback, callback_handler
 from hfgpt.config import PretrainConfig
-from hfgpt.configuration_hfgpt import model_config
 from hfgpt.data import TextData, prepare_again, prepare_data, told_counts
 from hfgpt.data.position import resumed_position
 from hfgpt.data.stream import StepBatch, batch_hash, iterate, named_documents, side_by_side
@@ -34,7 +33,7 @@ from hfgpt.evaluation import evaluate
 from hfgpt.flops import parameter_counts
 from hfgpt.guard import Step, StepGuard, StepResult
 from hfgpt.hub import model_card
-from hfgpt.modeling_hfgpt import GPT2LMHeadModel, document_attention
+from hfgpt.modeling_hfgpt import document_attention, new_model
 from hfgpt.optim import LearningRate, build_optimizer
 from hfgpt.plan import Plan, check_memory, run_facts
 from hfgpt.run_folder import RunFolder
@@ -190,11 +189,8 @@ class Pretrainer:
         self.compile = choose_compile(config.torch_compile, device, self.max_steps * self.batch.accumulation)
 
         tokenizer = self.data.tokenizer
-        ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
         torch.manual_seed(config.seed)  # the same weights on every process, by the seed alone
-        model = GPT2LMHeadModel(model_config(config.model, vocab_size=len(tokenizer), **ids)).to(device)
-        if model.generation_config.pad_token_id is None:  # a batch of prompts needs one; GPT-2 names none
-            model.generation_config.pad_token_id = tokenizer.eos_token_id
+        model = new_model(config.model, tokenizer).to(device)
         self.attention: Callable[[Tensor], dict[str, Any]] = lambda ids_BT: {}
         if config.document_masking:
             flex = self.compile.enabled and device.type == "cuda" and model.config.attn_pdrop == 0
