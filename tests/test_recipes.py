@@ -71,7 +71,7 @@ def test_a_compiled_run_resumes_bit_for_bit_and_without_the_compiler_nearly_so(t
         losses[name] = {line["step"]: line["loss"] for line in lines if "loss" in line}
     weights = [(tmp_path / name / "checkpoint-4" / "model.safetensors").read_bytes() for name in ("whole", "same")]
     assert weights[0] == weights[1]
-    assert losses["eager"] == pytest.approx({step: losses["whole"][step] for step in (3, 4)}, abs=1e-6)
+    assert losses["eager"] == pytest.approx(losses["whole"], abs=1e-6)
 
 
 def run_here(monkeypatch, recipe: str, *flags: str) -> int:
