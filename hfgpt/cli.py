@@ -154,7 +154,25 @@ def audit(
     """
     from hfgpt.data.audit import audit as audited
 
-    facts = audited(run)
+    _tell(audited(run), f"run {run}", as_json)
+
+
+@app.command()
+def verify(
+    checkpoint: Annotated[Path, typer.Argument(help="Checkpoint folder: ours, or any GPT-2 model's.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Check in a clean process that stock transformers loads a checkpoint and gives the loss that was recorded.
+
+    Example: hfgpt verify out/run/checkpoint-latest
+    """
+    from hfgpt.verify import verify as verified
+
+    _tell(verified(checkpoint), f"checkpoint {checkpoint}", as_json)
+
+
+def _tell(facts: dict[str, Any], what: str, as_json: bool) -> None:
+    """Print the facts of a check; raises RunError with its problems, if any."""
     if as_json:
         print(json.dumps(facts, indent=2))
     else:
@@ -162,7 +180,7 @@ def audit(
             shown = "not checked" if value is None else "none" if value in ([], {}) else value
             print(f"{key.replace('_', ' '):22} {shown}")
     if facts["problems"]:
-        raise RunError(f"run {run}: {'; '.join(facts['problems'])}")
+        raise RunError(f"{what}: {'; '.join(facts['problems'])}")
 
 
 if __name__ == "__main__":

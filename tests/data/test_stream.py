@@ -408,7 +408,8 @@ def test_changed_settings_are_named(stream):
         now = dataclasses.replace(stream, fingerprint={**stream.fingerprint, **changed})
         resumed_position(now, {**stream.fingerprint, **saved}, stream.start)
     for named in (
-        ": seed (1 then, 2 now); tokens_per_step, in blocks of sequence_length (64 then, 32 now); dataset hash (y then, x now)",
+        ": seed (1 then, 2 now); tokens_per_step, in blocks of sequence_length (64 then, 32 now)",
+        "; dataset hash (y then, x now)",
         "dataset_name (None then, en now); eval_dataset or the rule to hold out (last tenth then, other now)",
     ):
         assert named in str(error.value)

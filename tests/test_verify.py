@@ -1,0 +1,106 @@
+"""What `hfgpt verify` promises of a folder, and what it names."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+from running import trained
+from safetensors.torch import load_file, save_file
+from test_checkpoint import sealed
+from typer.testing import CliRunner
+
+from hfgpt.cli import app
+from hfgpt.errors import RunError, UserError
+from hfgpt.verify import verify
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A checkpoint with an evaluation, on documents."""
+    from hfgpt import PretrainConfig
+
+    root = tmp_path_factory.mktemp("verify")
+    texts = [f"document {n} says {n * n % 101} and {n % 7}" for n in range(400)]
+    (root / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    settings = {"dataset": str(root / "text.jsonl"), "tokenizer": "bpe-300", "sequence_length": 16, "eval_steps": 4}
+    model = {"n_layer": 1, "n_head": 1, "n_embd": 16, "n_positions": 32}
+    flags = {"max_steps": 4, "mixed_precision": "no", "torch_compile": False, "learning_rate": 1e-2}
+    trained(PretrainConfig(output_dir=str(root / "run"), model=model, streaming=True, **settings, **flags))
+    return root / "run" / "checkpoint-4"
+
+
+@pytest.fixture
+def copy(folder, tmp_path):
+    return shutil.copytree(folder, tmp_path / "copy")
+
+
+def edit(path, **changes):
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+@pytest.mark.slow
+def test_a_checkpoint_is_plain_gpt2_and_gives_its_loss_again(folder):
+    facts = verify(folder)
+    assert facts["problems"] == [] and abs(facts["loss"] - facts["recorded_loss"]) < 1e-5
+    assert facts["class"] == "GPT2LMHeadModel" and facts["dtype"] == "float32"
+    printed = CliRunner().invoke(app, ["verify", str(folder), "--json"])
+    assert printed.exit_code == 0 and json.loads(printed.stdout)["loss"] == facts["loss"]
+
+
+@pytest.mark.slow
+def test_a_folder_without_training_state_is_checked_but_for_its_loss(copy):
+    shutil.rmtree(copy / "training_state")
+    (copy / "manifest.json").unlink()
+    facts = verify(copy)
+    assert facts["problems"] == [] and "no training_state" in facts["loss_not_checked"]
+
+
+def without(tensors):
+    return {name: value for name, value in tensors.items() if name != "transformer.h.0.ln_1.weight"}
+
+
+def louder(tensors):
+    return {name: value * 1.5 for name, value in tensors.items()}
+
+
+def broken(tensors):
+    return {**tensors, "transformer.ln_f.bias": torch.full_like(tensors["transformer.ln_f.bias"], float("nan"))}
+
+
+def rewrite(change):
+    def apply(folder):
+        path = folder / "model.safetensors"
+        save_file(change(load_file(path)), path, metadata={"format": "pt"})
+
+    return apply
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("damage", "named"),
+    [
+        (rewrite(without), "missing keys"),
+        (rewrite(louder), "recorded was"),
+        (rewrite(broken), "finite is False"),
+        (lambda folder: (folder / "tokenizer.json").unlink(), "tokenizer.json is missing"),
+        (lambda folder: edit(folder / "config.json", dtype="bfloat16"), "bfloat16"),
+        (lambda folder: edit(folder / "config.json", tie_word_embeddings=False), "missing keys"),
+        (lambda folder: edit(folder / "tokenizer_config.json", model_max_length=64), "model_max_length 64"),
+        (lambda folder: (folder / "model.safetensors").write_bytes(b"no"), "stock transformers does not load it"),
+    ],
+)
+def test_what_is_wrong_is_named(copy, damage, named):
+    damage(copy)
+    if named != "tokenizer.json is missing":
+        sealed(copy)
+    assert named in "; ".join(verify(copy)["problems"])
+    result = CliRunner().invoke(app, ["verify", str(copy)])
+    assert isinstance(result.exception, RunError) and named in str(result.exception)
+
+
+def test_a_folder_that_is_none_is_refused(tmp_path):
+    with pytest.raises(UserError, match=r"no config\.json"):
+        verify(tmp_path)
