@@ -14,6 +14,7 @@ import typer
 
 from hfgpt import __version__
 from hfgpt.errors import RunError, UserError
+from hfgpt.signals import follow_launcher
 
 app = typer.Typer(
     name="hfgpt",
@@ -30,6 +31,7 @@ def run_recipe(main: Callable[[], Any]) -> None:
     Returns when `main` does. UserError: all its problems on one line of stderr, from the main process alone, and
     exit code 2. KeyboardInterrupt: 130. Any other exception: traceback, one line with the cause last, 1.
     """
+    follow_launcher()  # it may die while everything is still being loaded
     try:
         main()
     except UserError as error:

@@ -17,6 +17,8 @@ from hfgpt.errors import RunError
 
 # A launcher passes a signal on that the terminal has sent to its children too, and dies of it a moment later.
 SAME_SIGNAL_SECONDS = 2.0
+# Set by `accelerate launch` and torchrun for what they start.
+LAUNCHED = ("ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID")
 
 
 class Interrupted(Exception):
@@ -35,7 +37,7 @@ class StopSignals:
         self._before = {}
         if threading.current_thread() is threading.main_thread():  # no other may set handlers
             self._before = {number: signal.signal(number, self._handle) for number in (signal.SIGTERM, signal.SIGINT)}
-            _follow_launcher()
+            follow_launcher()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -67,7 +69,7 @@ class StopSignals:
             os._exit(128 + number)
 
 
-def _follow_launcher() -> None:
+def follow_launcher() -> None:
     """On Linux, have a SIGTERM sent to this process when its launcher dies, which would leave it training alone.
 
     A shell is no launcher: what it starts in the background may outlive it.
@@ -79,3 +81,5 @@ def _follow_launcher() -> None:
     if sys.platform == "linux" and any("accelerate" in part or "torch" in part for part in command[:4]):
         PR_SET_PDEATHSIG = 1
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM))
+    elif os.getppid() == 1 and not os.environ.keys().isdisjoint(LAUNCHED):
+        os.kill(os.getpid(), signal.SIGTERM)  # it has died already

@@ -174,3 +174,14 @@ def test_a_second_signal_during_a_save_leaves_the_whole_checkpoint_before(start,
     assert run.process.returncode == 143
     latest = (run.folder / "checkpoint-latest").resolve()
     assert latest.name >= before.name and fault(latest) is None
+
+
+@pytest.mark.slow
+def test_nothing_is_left_of_a_run_whose_launcher_is_killed_before_the_first_step(tmp_path, document_folder):
+    run = Run(LAUNCH, tmp_path / "run", "--dataset", str(document_folder))
+    run.wait_for(lambda: recipes_of(run))
+    [recipe] = recipes_of(run)
+    time.sleep(1.5)  # its libraries are loading
+    run.process.kill()
+    run.process.wait()
+    wait_for_end(recipe)
