@@ -6,7 +6,6 @@ that any order over the units can be walked, left and resumed without reading wh
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import difflib
 import functools
@@ -16,8 +15,6 @@ import json
 import logging
 import os
 import re
-import sysconfig
-import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -30,6 +27,7 @@ import pyarrow.parquet as pq
 import xxhash
 from fsspec.core import url_to_fs  # type: ignore[import-untyped]
 
+from hfgpt.data.embedded import embedded_documents
 from hfgpt.data.remote import BROKEN, first_line, hub_files, patiently
 from hfgpt.errors import RunError, UserError
 
@@ -46,7 +44,6 @@ TEXT_DOCUMENT_BYTES = 64 * 2**10
 SAMPLE_BYTES = 2**20
 SAMPLES = 64
 MOST_NAMED_FILES = 32
-EMBEDDED_DOCSTRING_CHARACTERS = 80
 KINDS = {".parquet": "parquet", ".jsonl": "lines", ".json": "lines", ".ndjson": "lines", ".txt": "text"}
 FAULTS: dict[type[Exception], str] = {
     UnicodeDecodeError: "invalid_utf8",
@@ -114,7 +111,7 @@ class Source:
         kind = _kind(unit.file)
         values: list[Any]
         if unit.file == "embedded":
-            values = list(_embedded_documents())
+            values = list(embedded_documents())
         elif kind == "parquet":
             with _opened(unit.file) as handle:
                 reader = pq.ParquetFile(handle, metadata=_footer(unit.file, _version(unit.file)))
@@ -165,7 +162,7 @@ def open_source(
     instead with `skip_bad_files`. Faults of the network are waited out for `patience_seconds`.
     """
     if dataset == "embedded":
-        documents = _embedded_documents()
+        documents = embedded_documents()
         data = "\0".join(documents).encode()
         fingerprint: dict[str, Any] = {"dataset": dataset, "hash": xxhash.xxh3_64_hexdigest(data)}
         description = f"this Python's own documentation: {len(documents):,} documents, {len(data) / 1e6:.1f} MB"
@@ -379,23 +376,3 @@ def _read_lines(unit: Unit) -> bytes:
             line, end, _ = handle.read(2**16).partition(b"\n")
             parts.append(line + end)
     return b"".join(parts).removeprefix(b"\xef\xbb\xbf")
-
-
-@functools.lru_cache(maxsize=1)
-def _embedded_documents() -> tuple[str, ...]:
-    """The topics of `pydoc`, then each longer docstring of the standard library, parsed from its files, once."""
-    documents: list[str] = []
-    with contextlib.suppress(ImportError):  # some distributions package it apart
-        from pydoc_data.topics import topics
-
-        documents += [topics[topic] for topic in sorted(topics)]
-    root = Path(sysconfig.get_path("stdlib"))
-    left_out = {"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3", "pydoc_data"}
-    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    for path in sorted(root.rglob("*.py")):
-        if left_out.isdisjoint(path.relative_to(root).parts):
-            with contextlib.suppress(SyntaxError, ValueError), warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                nodes = [node for node in ast.walk(ast.parse(path.read_bytes())) if isinstance(node, documented)]
-                documents += [ast.get_docstring(node) or "" for node in nodes]
-    return tuple(dict.fromkeys(text for text in documents if len(text) >= EMBEDDED_DOCSTRING_CHARACTERS))

@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from hfgpt.data import sources
+from hfgpt.data.embedded import embedded_documents
 from hfgpt.data.sources import Unusable, open_source
 from hfgpt.errors import UserError
 
@@ -142,7 +143,7 @@ def test_embedded_text_is_english_in_quantity_and_always_the_same():
     assert not reasons and len(set(documents)) == len(documents) > 2000
     assert sum(map(len, documents)) > 1_000_000
     assert any('The "if" statement is used for conditional execution' in text for text in documents)
-    sources._embedded_documents.cache_clear()
+    embedded_documents.cache_clear()
     assert open_source("embedded").fingerprint == source.fingerprint
 
 
