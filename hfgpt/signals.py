@@ -78,8 +78,14 @@ def follow_launcher() -> None:
         command = Path(f"/proc/{os.getppid()}/cmdline").read_text().split("\0")
     except OSError:
         return
-    if sys.platform == "linux" and any("accelerate" in part or "torch" in part for part in command[:4]):
-        PR_SET_PDEATHSIG = 1
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM))
+    if any("accelerate" in part or "torch" in part for part in command[:4]):
+        at_parents_end(signal.SIGTERM)
     elif os.getppid() == 1 and not os.environ.keys().isdisjoint(LAUNCHED):
         os.kill(os.getpid(), signal.SIGTERM)  # it has died already
+
+
+def at_parents_end(number: signal.Signals) -> None:
+    """Have a signal sent to this process when its parent ends, however that ends (on Linux)."""
+    if sys.platform == "linux":
+        PR_SET_PDEATHSIG = 1
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(number))

@@ -8,13 +8,11 @@ workers: each owns a contiguous range of the step's blocks, so putting the parts
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import math
 import multiprocessing
 import os
 import signal
-import sys
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -32,6 +30,7 @@ from hfgpt.data.remote import take_events
 from hfgpt.data.sources import IN_MEMORY_BYTES, Source, Unit, Unusable
 from hfgpt.data.tokenization import Encoder
 from hfgpt.errors import RunError, UserError
+from hfgpt.signals import at_parents_end
 
 MAX_STREAMS = 96
 PARTS_PER_STREAM = 8
@@ -287,8 +286,7 @@ class _Share(torch.utils.data.IterableDataset[Any]):
 
 def _end_with_parent() -> None:
     """Have this worker killed when its parent ends, however that ends and however long a step takes (on Linux)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    at_parents_end(signal.SIGKILL)
     parent, forkserver = multiprocessing.parent_process(), multiprocessing.get_start_method() == "forkserver"
     if parent and (not parent.is_alive() if forkserver else os.getppid() != parent.pid):
         os._exit(1)  # it ended before
