@@ -141,7 +141,7 @@ class Saver:
 
     def __init__(self, run: RunFolder, keep: int | None, max_failures: int) -> None:
         self.run, self.keep, self.max_failures = run, keep, max_failures
-        self.failures, self.rotates = 0, True
+        self.failures = 0
         self._thread: threading.Thread | None = None
         self._outcome: Path | Exception | None = None
 
@@ -153,10 +153,10 @@ class Saver:
         if self._thread is not None:
             self._thread.join()
 
-    def start(self, step: int, write: Callable[[Path], None]) -> None:
+    def start(self, step: int, write: Callable[[Path], None], rotate: bool = True) -> None:
         def work() -> None:
             try:
-                self._outcome = write_checkpoint(self.run, step, write, self.keep if self.rotates else None)
+                self._outcome = write_checkpoint(self.run, step, write, self.keep if rotate else None)
             except Exception as error:
                 self._outcome = error
 

@@ -34,7 +34,7 @@ def load_checkpoint(folder: str | Path, device: torch.device | None = None) -> t
     if not any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json")):
         raise UserError(f"checkpoint {folder}: no tokenizer.json; copy the tokenizer's files into it")
     options = {"dtype": torch.float32, "output_loading_info": True, "local_files_only": True}
-    options["use_safetensors"] = True  # nothing is unpickled
+    options["use_safetensors"] = True  # the other format can run code
     try:
         model, loading = GPT2LMHeadModel.from_pretrained(folder, **options)
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)

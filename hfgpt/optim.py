@@ -86,14 +86,21 @@ class LearningRate:
     def __call__(self, step: int) -> float:
         return self._peak * self._factor(min(self._place(step), self.curve_steps))
 
-    def stretch(self, step: int, max_steps: int) -> None:
-        """Walk what is left of the curve after `step` so that it ends at `max_steps`: the rate does not jump."""
-        left = max(self.curve_steps - self._place(step), 0.0)
-        self.since, self.at, self.pace = step, self._place(step), left / max(max_steps - step, 1)
-
-    def last_step(self) -> int:
-        """The step at which the curve ends."""
-        return self.since + round((self.curve_steps - self.at) / self.pace) if self.pace else self.since
+    def go_on(self, step: int, max_steps: int, how: str) -> str | None:
+        """Go on after `step` in a run that is to end at `max_steps`; what that means, in words, where the curve ends
+        at another step. It is kept, or what is left of it is stretched to the new end: the rate does not jump.
+        """
+        end = self.since + round((self.curve_steps - self.at) / self.pace) if self.pace else self.since
+        if end == max_steps:
+            return None
+        if how == "keep":
+            said = f"keeps the curve it was started with, which ends at step {end}, not at max_steps={max_steps}"
+        else:
+            said = f"takes what is left of its curve, which ended at step {end}, stretched to max_steps={max_steps}"
+            place = self._place(step)
+            left = max(self.curve_steps - place, 0.0)
+            self.since, self.at, self.pace = step, place, left / max(max_steps - step, 1)
+        return f"the learning rate {said}"
 
     def state(self) -> dict[str, Any]:
         """What to pass besides the configuration to go on with the same curve."""

@@ -329,7 +329,6 @@ class Pretrainer:
         if self.save_is_due:
             return
         self.note_saved(wait=True)
-        self.saver.rotates = self.guard.skipped_in_a_row == 0
         step = self.saved_step = self.state.global_step
         tensors = checkpoint.snapshot(self.raw_model, self.raw_optimizer)
         if self.accelerator.is_main_process:
@@ -337,7 +336,7 @@ class Pretrainer:
             data = {"fingerprint": fingerprint, "position": self.position}
             card = model_card(self.config, fingerprint, parameter_counts(self.raw_model.config).total, trainer)
             files = partial(checkpoint.write_files, self.raw_model, self.data.tokenizer, tensors, trainer, data, card)
-            self.saver.start(step, files)
+            self.saver.start(step, files, rotate=self.guard.skipped_in_a_row == 0)
         self.mfu_callback.on_save(self.args, self.state, self.control)  # the copy is outside the clock
 
     def note_saved(self, wait: bool = False) -> None:
@@ -398,12 +397,8 @@ class Pretrainer:
         for key, change in self.changed_settings.items():
             logger.warning("%s is %s from here on; it was %s", key, change["to"], change["from"])
         self.learning_rate = LearningRate(self.config, **trainer["schedule"])
-        if (end := self.learning_rate.last_step()) != self.max_steps:
-            how = "keeps the curve it was started with, which ends at step %d, not at max_steps=%d"
-            if self.config.lr_schedule_on_resume == "stretch":
-                how = "takes what is left of its curve, which ended at step %d, stretched to max_steps=%d"
-                self.learning_rate.stretch(trainer["step"], self.max_steps)
-            logger.warning(f"the learning rate {how}", end, self.max_steps)
+        if said := self.learning_rate.go_on(trainer["step"], self.max_steps, self.config.lr_schedule_on_resume):
+            logger.warning(said)
         return position, trainer["wall_seconds"]
 
     def _trainer_state(self) -> dict[str, Any]:
