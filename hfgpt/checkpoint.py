@@ -30,6 +30,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from hfgpt.data.tokenization import save_tokenizer
+from hfgpt.distributed import HostGroup, from_main
 from hfgpt.errors import RunError, UserError
 from hfgpt.run_folder import LATEST, RunFolder, remove, write_json
 from hfgpt.training_state import STATE, read_state
@@ -297,11 +298,26 @@ def write_files(
     write_json(folder / STATE / "data_state.json", data)
 
 
-def load_model_and_optimizer(folder: Path, model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> None:
-    """Weights and optimizer state of a checkpoint into `model` and `optimizer`, in place.
+def load_model_and_optimizer(
+    folder: Path, model: PreTrainedModel, optimizer: torch.optim.Optimizer, host: HostGroup
+) -> None:
+    """Weights and optimizer state of a checkpoint into `model` and `optimizer`, in place, on all processes.
 
-    Raises UserError where the checkpoint is of a model that computes another function.
+    Only the main process reads it, and the others are handed their share. Raises UserError where the checkpoint is of
+    a model that computes another function.
     """
+    state: Any = get_optimizer_state_dict(model, optimizer)
+    read: dict[str, Any] = {"weights": {}, "optimizer": {}}  # stays empty on the other processes
+    host.from_main(lambda: read.update(_read_for(model, state["state"], folder)))
+    if read["optimizer"]:  # a new dictionary: the one that was returned is the optimizer's own
+        read["optimizer"] = {**state, "state": read["optimizer"]}
+    options = from_main(host.world)
+    set_model_state_dict(model, read["weights"], options=options)
+    set_optimizer_state_dict(model, optimizer, read["optimizer"], options=options)
+
+
+def _read_for(model: PreTrainedModel, state: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """`weights` by parameter name and `optimizer` in the form of `state`, from a checkpoint that has the same."""
     try:
         saved = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         weights, moments = load_file(folder / "model.safetensors"), load_file(folder / STATE / "optimizer.safetensors")
@@ -318,18 +334,13 @@ def load_model_and_optimizer(folder: Path, model: PreTrainedModel, optimizer: to
     names = dict(model.named_parameters())
     if differing := _differing(weights, names):
         raise UserError(f"{folder / 'model.safetensors'}: parameters differ: {differing}; take another checkpoint")
-    state: Any = get_optimizer_state_dict(model, optimizer)
-    here = {f"{key}.{name}": value for name, values in state["state"].items() for key, value in values.items()}
+    here = {f"{key}.{name}": value for name, values in state.items() for key, value in values.items()}
     if differing := _differing(moments, here):
         raise UserError(
             f"resume_from_checkpoint={folder}: it holds the state of another optimizer ({differing} differ)"
         )
-    # New dictionaries: those that were returned are the optimizer's own.
-    filled = {name: {key: moments[f"{key}.{name}"] for key in values} for name, values in state["state"].items()}
-    state = {**state, "state": filled}
-    whole = StateDictOptions(full_state_dict=True, strict=False)  # a tied head has no entry of its own
-    set_model_state_dict(model, dict[str, Any](weights), options=whole)
-    set_optimizer_state_dict(model, optimizer, state, options=whole)
+    filled = {name: {key: moments[f"{key}.{name}"] for key in values} for name, values in state.items()}
+    return {"weights": weights, "optimizer": filled}
 
 
 def _differing(there: Mapping[str, torch.Tensor], here: Mapping[str, torch.Tensor]) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -24,30 +25,35 @@ app = typer.Typer(
     add_completion=False,
 )
 
+# How long another process leaves the main one to tell what both have met.
+SECONDS_FOR_MAIN = 3.0
+
 
 def run_recipe(main: Callable[[], Any]) -> None:
     """Runs `main` and ends the process as users expect: `if __name__ == "__main__": run_recipe(main)`.
 
-    Returns when `main` does. UserError: all its problems on one line of stderr, from the main process alone, and
-    exit code 2. KeyboardInterrupt: 130. Any other exception: traceback, one line with the cause last, 1.
+    Returns when `main` does. UserError: all its problems on one line of stderr, and exit code 2. KeyboardInterrupt:
+    130. Any other exception: traceback, one line with the cause last, 1. Of several processes the main one speaks,
+    another one only of what the main one does not meet.
     """
     follow_launcher()  # it may die while everything is still being loaded
+    rank, world = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
+    me = "" if world == "1" else f"process {rank} of {world}: "
     try:
         main()
-    except UserError as error:
-        if os.environ.get("RANK", "0") == "0":
-            print("error:", "; ".join(" ".join(problem.split()) for problem in error.problems), file=sys.stderr)
-        sys.exit(2)
-    except RunError as error:
-        if error.everywhere or os.environ.get("RANK", "0") == "0":
-            print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        sys.exit(error.exit_code)
+    except (UserError, RunError) as error:
+        message = "; ".join(getattr(error, "problems", [str(error)]))
+        if rank != "0" and not getattr(error, "everywhere", False):
+            time.sleep(SECONDS_FOR_MAIN)  # the launcher ends this process as soon as the main one has told the same
+            message = me + message
+        print("error:", " ".join(message.split()), file=sys.stderr)
+        sys.exit(getattr(error, "exit_code", 2))
     except KeyboardInterrupt:
         sys.exit(130)
     except Exception as error:
         traceback.print_exc()
         cause = (str(error).strip() or "no message").splitlines()[0]
-        print(f"error: {type(error).__name__}: {cause}", file=sys.stderr)
+        print(f"error: {me}{type(error).__name__}: {cause}", file=sys.stderr)
         sys.exit(1)
 
 

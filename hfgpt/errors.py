@@ -30,3 +30,10 @@ class RunError(RuntimeError):
     def __init__(self, message: str, exit_code: int = 1, everywhere: bool = False) -> None:
         super().__init__(message)
         self.exit_code, self.everywhere = exit_code, everywhere
+
+
+def told_by(fault: UserError | RunError, who: str) -> UserError | RunError:
+    """The same fault, with the name of the process that met it."""
+    if isinstance(fault, UserError):
+        return UserError(*(f"{who}: {problem}" for problem in fault.problems))
+    return RunError(f"{who}: {fault}", fault.exit_code, fault.everywhere)

@@ -21,8 +21,10 @@ from hfgpt.errors import UserError
 from hfgpt.flops import parameter_counts
 
 
-def memory_estimate_bytes(config: GPT2Config, batch: Batch, precision: str, checkpointing: bool) -> int:
-    """Rough peak memory of training on one device.
+def memory_estimate_bytes(
+    config: GPT2Config, batch: Batch, precision: str, checkpointing: bool, shares: int = 1
+) -> int:
+    """Rough peak memory of training on one device, which holds one of `shares` of the parameters.
 
     16 bytes per parameter for float32 weights, gradients and the two AdamW moments; per token and layer about 34 C
     bytes of activations in 16 bits (2 C with recomputation; Korthikanti et al. 2022, eq. 2, attention scores not
@@ -31,13 +33,15 @@ def memory_estimate_bytes(config: GPT2Config, batch: Batch, precision: str, chec
     tokens = batch.micro_batch * batch.sequence_length
     width = 2 if checkpointing else 34
     activations = tokens * config.n_layer * config.n_embd * width * (2 if precision == "no" else 1)
-    return 16 * parameter_counts(config).total + activations + 8 * tokens * config.vocab_size
+    return 16 * parameter_counts(config).total // shares + activations + 8 * tokens * config.vocab_size
 
 
-def check_memory(config: PretrainConfig, batch: Batch, precision: str, available_bytes: int | None) -> None:
+def check_memory(
+    config: PretrainConfig, batch: Batch, precision: str, available_bytes: int | None, shares: int = 1
+) -> None:
     """Raise UserError for sizes far beyond the device; the smallest vocabulary stands for the one not yet known."""
     model = GPT2Config(**{**model_fields(config.model), "vocab_size": 2, "bos_token_id": None, "eos_token_id": None})
-    needed = memory_estimate_bytes(model, batch, precision, config.gradient_checkpointing)
+    needed = memory_estimate_bytes(model, batch, precision, config.gradient_checkpointing, shares)
     needed += 12 * batch.tokens_per_step // batch.processes  # the token blocks of a step
     if available_bytes and needed > 2 * available_bytes:
         raise UserError(
@@ -60,12 +64,14 @@ class Plan:
     device: str
     text: list[str]
     checkpoint_folder: str
+    shares: int  # of the parameters, a device holding one
 
     def lines(self) -> list[str]:
         model, batch, config = self.model, self.batch, self.config
         counts = parameter_counts(model)
         name = config.model if isinstance(config.model, str) else "custom"
-        memory = memory_estimate_bytes(model, batch, self.precision.name, config.gradient_checkpointing)
+        memory = memory_estimate_bytes(model, batch, self.precision.name, config.gradient_checkpointing, self.shares)
+        sharing = f", with the parameters split over {self.shares} processes" if self.shares > 1 else ""
         every = f"every {config.save_steps} steps and " if config.save_steps else ""
         rows = [
             (
@@ -87,7 +93,7 @@ class Plan:
             ),
             ("device", f"{self.device}; {self.precision.name} ({self.precision.reason})"),
             ("compile", f"{'on' if self.compile.enabled else 'off'} ({self.compile.reason})"),
-            ("memory", f"about {memory / 2**30:.2g} GiB expected"),
+            ("memory", f"about {memory / 2**30:.2g} GiB expected{sharing}"),
             ("saves", f"{every}at the end, to {self.checkpoint_folder}"),
         ]
         return [f"{key:<8} {value}" for key, value in rows]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import signal
 import time
 import uuid
 from collections import Counter
@@ -27,8 +28,8 @@ from hfgpt.data import TextData, prepare_again, prepare_data, told_counts
 from hfgpt.data.position import resumed_position
 from hfgpt.data.stream import StepBatch, batch_hash, iterate, named_documents, side_by_side
 from hfgpt.device import choose_compile, device_name, memory_bytes, peak_memory_bytes, start_accelerator, step_seed
-from hfgpt.distributed import HostGroup, shard, take_sharding
-from hfgpt.errors import RunError, UserError
+from hfgpt.distributed import HostGroup, shared_model, take_sharding
+from hfgpt.errors import RunError, UserError, told_by
 from hfgpt.evaluation import evaluate
 from hfgpt.flops import parameter_counts
 from hfgpt.guard import Step, StepGuard, StepResult
@@ -60,22 +61,26 @@ class Pretrainer:
         self.started = self.ended = self.save_is_due = False
 
     def train(self) -> dict[str, Any]:
-        self.setup()
-        with closing(self.run), self.signals, self.saver, closing(self.batches), self.host.contact(), self.end_told():
-            if self.accelerator.is_main_process:
-                print("\n".join(self.plan.lines()), flush=True)
-            batch = self.next_batch() if self.state.global_step < self.max_steps else None
-            self.start_run()  # nothing is written for a run whose text fails at once
-            while self.state.global_step < self.max_steps and not self.control.should_training_stop:
-                mine, whole = batch or self.next_batch()
-                batch = None
-                self.control = self.handler.on_step_begin(self.args, self.state, self.control)
-                step = self.state.global_step + 1
-                self.after_step(whole, self.training_step(*self.to_tensors(mine.blocks), step=step))
-            missing = self.config.eval_steps and self.evaluation_step != self.max_steps == self.state.global_step
-            if missing and self.evaluate() is None:  # a signal broke it off before, and the checkpoint says so
-                self.stop(next(filter(None, self.host.gather(self.signals.fault()))))
-            return self.finish()
+        with self.signals:
+            self.setup()
+            with closing(self.run), self.saver, closing(self.batches), self.end_told(), self.host.contact():
+                return self._train()
+
+    def _train(self) -> dict[str, Any]:
+        if self.accelerator.is_main_process:
+            print("\n".join(self.plan.lines()), flush=True)
+        batch = self.next_batch() if self.state.global_step < self.max_steps else None
+        self.start_run()  # nothing is written for a run whose text fails at once
+        while self.state.global_step < self.max_steps and not self.control.should_training_stop:
+            mine, whole = batch or self.next_batch()
+            batch = None
+            self.control = self.handler.on_step_begin(self.args, self.state, self.control)
+            step = self.state.global_step + 1
+            self.after_step(whole, self.training_step(*self.to_tensors(mine.blocks), step=step))
+        missing = self.config.eval_steps and self.evaluation_step != self.max_steps == self.state.global_step
+        if missing and self.evaluate() is None:  # a signal broke it off before, and the checkpoint says so
+            self.stop(next(filter(None, self.host.gather(self.signals.fault()))))
+        return self.finish()
 
     def next_batch(self) -> tuple[StepBatch, StepBatch]:
         """The next step's blocks: this process's share, and the whole of all processes.
@@ -91,12 +96,15 @@ class Pretrainer:
         except (UserError, RunError) as error:
             mine = error
         shares = self.host.gather(mine)
-        if faults := [share for share in shares if isinstance(share, UserError | RunError)]:
+        if faults := {rank: share for rank, share in enumerate(shares) if isinstance(share, UserError | RunError)}:
+            rank, fault = next(iter(faults.items()))
+            if len(faults) < self.host.world:
+                fault = told_by(fault, f"process {rank} of {self.host.world}")
             if not self.started:
-                raise faults[0]
-            for event in (event for fault in faults for event in fault.retries):
+                raise fault
+            for event in (event for fault in faults.values() for event in fault.retries):
                 self._record(event="stream_retry", **event)
-            self.stop(faults[0])
+            self.stop(fault)
         whole = side_by_side([share for share in shares if isinstance(share, StepBatch)])
         return shares[self.accelerator.process_index], whole
 
@@ -110,13 +118,20 @@ class Pretrainer:
                 self._record(
                     event="end", skipped_rows=dict(self.skipped_rows), fault=f"{type(error).__name__}: {error}"
                 )
+            if isinstance(error, RunError) and error.everywhere:
+                raise RunError(f"{error}; {self._way_on()}", everywhere=True) from error
             raise
 
     def stop(self, fault: Exception) -> NoReturn:
         """Save what there is, and raise RunError with the way to go on. To be called on all processes."""
         self.finish(fault=str(fault))
-        message = f"{fault}; ended after step {self.state.global_step}; continue with --resume_from_checkpoint latest"
+        message = f"{fault}; ended after step {self.state.global_step}; {self._way_on()}"
         raise RunError(message, getattr(fault, "exit_code", 1))
+
+    def _way_on(self) -> str:
+        if self.saved_step is None:
+            return "no checkpoint has been written"
+        return "continue with --resume_from_checkpoint latest"
 
     def training_step(self, input_ids: Tensor, shift_labels: Tensor, *, step: int) -> StepResult:
         """One optimizer update of step number `step` (from 1) on this process's share, (rows, T) each.
@@ -163,42 +178,50 @@ class Pretrainer:
 
     def setup(self) -> None:
         """Everything before the first step that writes nothing: device, text, model, optimizer, resume."""
-        timeout, self.sharded = self.config.ddp_timeout, take_sharding()
-        self.accelerator, self.precision = start_accelerator(self.config.mixed_precision, timeout)
-        self.state.is_world_process_zero = self.accelerator.is_main_process
-        self.state.is_local_process_zero = self.accelerator.is_local_main_process
-        self.host = HostGroup(self.accelerator.num_processes, timeout)
-        if not self.accelerator.is_main_process:
-            logging.getLogger("hfgpt").setLevel(logging.ERROR)  # what it would say, the main one says
-        with self.host.contact():
-            self._prepare()
+        timeout = self.config.ddp_timeout
+        try:
+            with self.signals.waiting():
+                self.host = HostGroup(timeout)
+                if self.host.rank:
+                    logging.getLogger("hfgpt").setLevel(logging.ERROR)  # what it would say, the main one says
+                self.sharded = take_sharding()
+                with self.host.contact():
+                    self.host.meet()
+                    self.accelerator, self.precision = start_accelerator(self.config.mixed_precision, timeout)
+                    self.host.join()
+                    self._prepare()
+        except Interrupted as error:
+            fault = self.signals.fault() or RunError("the main process was told to end", 128 + signal.SIGTERM)
+            known = f" ({error})" if str(error) else ""
+            raise RunError(f"{fault} before the first step{known}", fault.exit_code) from error
 
     def _prepare(self) -> None:
         config, accelerator, device = self.config, self.accelerator, self.accelerator.device
+        self.state.is_world_process_zero = accelerator.is_main_process
+        self.state.is_local_process_zero = accelerator.is_local_main_process
         self.run = RunFolder(config.output_dir, writes=accelerator.is_main_process)
         self.host.from_main(self.run.check_writable)
         self.host.from_main(self.run.check_free)
         self.resumed_from = self.host.from_main(
             partial(checkpoint.find_checkpoint, self.run, config.resume_from_checkpoint)
         )
+        if self.sharded and self.precision.name == "fp16":
+            raise UserError("mixed_precision fp16: its loss scaling does not serve FSDP2; use bf16, or DDP")
         self.batch = config.batch(accelerator.num_processes)
-        check_memory(config, self.batch, self.precision.name, memory_bytes(device))
+        self.shares = accelerator.num_processes if self.sharded else 1
+        check_memory(config, self.batch, self.precision.name, memory_bytes(device), self.shares)
         self.data = self.host.from_main(self._prepare_data)
         epoch_blocks = getattr(self.data.train, "blocks_per_epoch", None)
         self.max_steps = self.state.max_steps = config.total_steps(self.batch, epoch_blocks)
         self.compile = choose_compile(config.torch_compile, device, self.max_steps * self.batch.accumulation)
 
         tokenizer = self.data.tokenizer
-        torch.manual_seed(config.seed)  # the same weights on every process, by the seed alone
-        model = new_model(config.model, tokenizer).to(device)
+        make = partial(new_model, config.model, tokenizer, config.seed)
+        model: Any = shared_model(make, device, self.precision.name) if self.sharded else make().to(device)
         self.attention: Callable[[Tensor], dict[str, Any]] = lambda ids_BT: {}
         if config.document_masking:
             flex = self.compile.enabled and device.type == "cuda" and model.config.attn_pdrop == 0
             self.attention = partial(document_attention, separator_id=tokenizer.eos_token_id, flex=flex)
-        if self.sharded and self.precision.name == "fp16":
-            raise UserError("mixed_precision fp16: its loss scaling does not serve FSDP2; use bf16, or DDP")
-        if self.sharded:
-            shard(model, self.precision.name)
         self.raw_model, self.raw_optimizer = model, build_optimizer(model, config)
         if config.gradient_checkpointing:
             getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
@@ -227,7 +250,9 @@ class Pretrainer:
         self.position = position or self.data.train.start
         choices = (self.precision, self.compile, device_name(device))
         target = str(self.run.checkpoint(self.max_steps))
-        self.plan = Plan(config, model.config, self.batch, self.max_steps, *choices, self.data.description, target)
+        self.plan = Plan(
+            config, model.config, self.batch, self.max_steps, *choices, self.data.description, target, self.shares
+        )
         self.mfu_callback = MFUCallback(
             tokens_per_step=self.batch.tokens_per_step,
             sequence_length=config.sequence_length,
@@ -376,19 +401,23 @@ class Pretrainer:
 
     def _restore(self, folder: Path) -> tuple[dict[str, Any], float]:
         """Weights, optimizer, counters of a checkpoint; returns the text position and the seconds trained so far."""
-        trainer, data = read_state(folder, "trainer_state"), read_state(folder, "data_state")
+        trainer, data = self.host.from_main(
+            lambda: [read_state(folder, name) for name in ("trainer_state", "data_state")]
+        )
         position, self.changed_text = resumed_position(
             self.data.train, data["fingerprint"], data["position"], self.config.accept_changed_text
         )
         if (then := trainer["config"].get("optim")) != self.config.optim:
             raise UserError(f"optim={self.config.optim}: {folder} was saved with optim={then}; restore that")
-        checkpoint.load_model_and_optimizer(folder, self.raw_model, self.raw_optimizer)
+        checkpoint.load_model_and_optimizer(folder, self.raw_model, self.raw_optimizer, self.host)
         if self.accelerator.scaler is not None and trainer["gradient_scaler"]:
             self.accelerator.scaler.load_state_dict(trainer["gradient_scaler"])
         self.state.global_step = trainer["step"]
         self.state.num_input_tokens_seen = trainer["num_input_tokens_seen"]
         self.evaluation, self.evaluation_step = trainer["evaluation"] or {}, trainer["evaluation_step"]
-        if self.evaluation_step != trainer["step"] and (made_up := self.run.evaluation(trainer["step"])):
+        if self.evaluation_step != trainer["step"] and (
+            made_up := self.host.from_main(partial(self.run.evaluation, trainer["step"]))
+        ):
             self.evaluation, self.evaluation_step = made_up, trainer["step"]
         self.run_id, self.skipped_rows = trainer["run_id"], Counter(trainer["skipped_rows"])
         if self.max_steps < trainer["step"]:

@@ -45,7 +45,9 @@ def test_wrong_use_is_one_line_and_code_2(monkeypatch, capsys):
     monkeypatch.setenv("RANK", "0")
     assert ending(capsys, wrong) == (2, lines)
     monkeypatch.setenv("RANK", "1")
-    assert ending(capsys, wrong) == (2, [])
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr("hfgpt.cli.SECONDS_FOR_MAIN", 0.1)  # in which a launcher would have ended it
+    assert ending(capsys, wrong) == (2, [lines[0].replace("error: ", "error: process 1 of 2: ")])
 
 
 def test_a_failure_shows_its_traceback_then_its_cause(capsys):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -18,7 +19,11 @@ from running import MODEL, ROOT, TWO
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from hfgpt import PretrainConfig
 from hfgpt.checkpoint import fault
+from hfgpt.distributed import take_sharding
+from hfgpt.errors import UserError
+from hfgpt.plan import check_memory
 
 CONFIGS = ROOT / "accelerate_configs"
 FLAGS = ["--model", json.dumps(MODEL), "--tokenizer", "bpe-300", "--streaming", "true", "--sequence_length", "16"]
@@ -137,6 +142,29 @@ run_recipe(lambda: Pretrainer(PretrainConfig.from_cli(), [Fails()]).train())
 """
 
 
+@pytest.fixture
+def failing(tmp_path, document_folder):
+    """Runs a recipe on two processes with logs of their own; the exit code, and what the main one said at the end."""
+    recipe = tmp_path / "recipe.py"
+
+    def run(text: str, *flags: str) -> tuple[int, str]:
+        recipe.write_text(text)
+        command = [*TWO[:-1], "--nproc_per_node=2", "--log_dir", str(tmp_path / "logs"), "--redirects", "2"]
+        command += [str(recipe), "--dataset", str(document_folder), *FLAGS, "--output_dir", str(tmp_path / "run")]
+        command += ["--per_device_train_batch_size", "4", "--ddp_timeout", "6", "--stream_timeout", "5", *flags]
+        cpu = {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "3"}
+        began = time.monotonic()
+        done = subprocess.run(command, env={**os.environ, **cpu}, capture_output=True, text=True, timeout=100)
+        assert time.monotonic() - began < 60
+        processes = psutil.process_iter(["cmdline"])
+        assert not [p for p in processes if str(recipe) in " ".join(p.info.get("cmdline") or [])]
+        [log] = (tmp_path / "logs").rglob("attempt_0/0/stderr.log")
+        said = log.read_text().splitlines()
+        return done.returncode, said[-1] if said else ""
+
+    return run
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("what", "told"),
@@ -149,27 +177,74 @@ run_recipe(lambda: Pretrainer(PretrainConfig.from_cli(), [Fails()]).train())
         ("os._exit(3)", "process 1 of 2 (pid "),
     ],
 )
-def test_what_ends_one_process_is_the_last_word_of_the_main_one(tmp_path, document_folder, what, told):
-    recipe = tmp_path / "recipe.py"
-    recipe.write_text(FAILING.format(what=what))
-    logs = [*TWO[:-1], "--nproc_per_node=2", "--log_dir", str(tmp_path / "logs"), "--redirects", "2"]
-    flags = ["--dataset", str(document_folder), *FLAGS, "--output_dir", str(tmp_path / "run"), "--save_steps", "2"]
-    flags += ["--per_device_train_batch_size", "4", "--ddp_timeout", "6", "--stream_timeout", "5"]
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "ACCELERATE_USE_CPU": "true",
-        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "3",
-    }
-    began = time.monotonic()
-    done = subprocess.run([*logs, str(recipe), *flags], env=environment, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 1 and time.monotonic() - began < 60
-    [log] = (tmp_path / "logs").rglob("attempt_0/0/stderr.log")
-    last = log.read_text().splitlines()[-1]
-    assert last.startswith(f"error: {told.format(host=socket.gethostname())}"), log.read_text()
+def test_what_ends_one_process_is_the_last_word_of_the_main_one(failing, tmp_path, what, told):
+    code, last = failing(FAILING.format(what=what))
+    assert code == 1
+    assert last.startswith(f"error: {told.format(host=socket.gethostname())}"), last
     assert last.endswith("continue with --resume_from_checkpoint latest")
     assert fault((tmp_path / "run" / "checkpoint-latest").resolve()) is None
-    assert not [p for p in psutil.process_iter(["cmdline"]) if str(recipe) in " ".join(p.info.get("cmdline") or [])]
+
+
+STARTING = """
+import os, signal, time
+from hfgpt import PretrainConfig, Pretrainer, run_recipe
+import hfgpt.trainer
+
+class Odd(Exception):
+    def __init__(self, message, *, code):
+        super().__init__(message)
+
+def fails(*_, **__):
+    {what}
+
+{where}
+run_recipe(lambda: Pretrainer(PretrainConfig.from_cli()).train())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("where", "what", "told"),
+    [
+        ("if os.environ['RANK'] == '1': fails()", "time.sleep(1000)", "process 1 of 2 has not started within ddp_"),
+        ("if os.environ['RANK'] == '1': time.sleep(2), fails()", "os._exit(3)", "SIGTERM before the first step (proc"),
+        ("if os.environ['RANK'] == '0': hfgpt.trainer.prepare_data = fails", "raise Odd('odd', code=3)", "process 0 "),
+    ],
+)
+def test_what_ends_one_process_at_the_start_is_told_too(failing, tmp_path, where, what, told):
+    code, last = failing(STARTING.format(where=where, what=what))
+    assert code and last.startswith(f"error: {told}"), last
+    assert "1 of 2" in last or "Odd: odd" in last
+    assert not (tmp_path / "run" / "run.json").exists()
+
+
+@pytest.mark.slow
+def test_wrong_use_is_told_by_the_main_process_however_fast_the_other_one_is(failing):
+    slow = "if os.environ['RANK'] == '0': time.sleep(1.5)"
+    code, last = failing(STARTING.format(where=slow, what="pass"), "--per_device_train_batch_size", "5")
+    assert code and last.startswith("error: ") and "per_device_train_batch_size" in last
+
+
+@pytest.mark.slow
+def test_text_that_one_process_cannot_read_names_the_process(failing, tmp_path):
+    broken = """
+class Broken:
+    def __init__(self, batches): self.batches, self.left = batches, 4
+    def __next__(self):
+        self.left -= 1
+        if not self.left: raise hfgpt.errors.UserError("a/file.jsonl: cannot be read")
+        return next(self.batches)
+    def close(self): self.batches.close()
+
+import hfgpt.errors
+iterate = hfgpt.trainer.iterate
+if os.environ["RANK"] == "1": hfgpt.trainer.iterate = lambda *a, **k: Broken(iterate(*a, **k))
+"""
+    _, last = failing(STARTING.format(where=broken, what="pass"))
+    assert last == (
+        "error: process 1 of 2: a/file.jsonl: cannot be read; ended after step 3; continue with "
+        "--resume_from_checkpoint latest"
+    )
 
 
 COUNTING = """
@@ -258,3 +333,79 @@ def test_unequal_numbers_of_targets_weigh_as_in_one_batch(tmp_path, document_fol
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
     done = subprocess.run([*TWO, str(recipe), *flags], env=environment, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"FSDP_VERSION": "1"}, "fsdp_version: 1 (the default is 1); state fsdp_version: 2"),
+        ({"FSDP_ACTIVATION_CHECKPOINTING": "true"}, "use --gradient_checkpointing true"),
+        ({"FSDP_OFFLOAD_PARAMS": "true"}, "fsdp_offload_params: true in the accelerate configuration"),
+        ({"FSDP_IGNORED_MODULES": "lm_head"}, "fsdp_ignored_modules: lm_head"),
+        ({"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}, "use --torch_compile true"),
+        ({"ACCELERATE_USE_DEEPSPEED": "true"}, "use FSDP2"),
+    ],
+)
+def test_what_is_asked_of_the_launcher_and_not_done_is_refused(monkeypatch, settings, told):
+    for key, value in {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", **settings}.items():
+        monkeypatch.setenv(key, value)
+    with pytest.raises(UserError, match=re.escape(told)):
+        take_sharding()
+
+
+def test_what_is_done_another_way_is_said(monkeypatch, caplog):
+    settings = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT"}
+    settings |= {"FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP", "ACCELERATE_DYNAMO_BACKEND": "NO"}
+    for key, value in settings.items():
+        monkeypatch.setenv(key, value)
+    assert take_sharding()
+    assert "fsdp_state_dict_type SHARDED_STATE_DICT" in caplog.text and "auto_wrap" not in caplog.text
+    assert not take_sharding()  # what is served is asked for once
+
+
+WHOLE = """
+import torch, torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from transformers import GPT2Config
+from hfgpt.distributed import shared_model
+from hfgpt.modeling_hfgpt import GPT2LMHeadModel
+
+dist.init_process_group("gloo")
+for tied in (True, False):
+    config = GPT2Config(
+        n_layer=2, n_head=2, n_embd=32, n_positions=16, vocab_size=97, bos_token_id=1, eos_token_id=1,
+        tie_word_embeddings=tied,
+    )
+    made = []
+
+    def make():
+        torch.manual_seed(3)
+        made.append(GPT2LMHeadModel(config))
+        return made[-1]
+
+    model = shared_model(make, torch.device("cpu"), "no")
+    assert (model.lm_head.weight is model.transformer.wte.weight) == tied
+    devices = [m.transformer.wte.weight.device.type for m in made[1:]]
+    assert devices == (["cpu"] if dist.get_rank() == 0 else []), devices  # made[0] has become the shared one
+    whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    expected = make().state_dict()
+    assert dist.get_rank() or all(torch.equal(whole[name], expected[name]) for name in expected)
+dist.barrier()
+"""
+
+
+@pytest.mark.slow
+def test_only_the_main_process_ever_holds_a_shared_model_whole(tmp_path):
+    (tmp_path / "script.py").write_text(WHOLE)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [*TWO, str(tmp_path / "script.py")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_model_that_only_fits_when_shared_is_not_refused():
+    config = PretrainConfig(output_dir="run", model="gpt2-1.5b", max_steps=1, per_device_train_batch_size=1)
+    memory = 12 * 2**30
+    with pytest.raises(UserError, match="GiB"):
+        check_memory(config, config.batch(8), "bf16", memory)
+    check_memory(config, config.batch(8), "bf16", memory, shares=8)

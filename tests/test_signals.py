@@ -81,7 +81,7 @@ def test_two_processes_stop_at_one_step(start, who):
     else:
         run.process.send_signal(signal.SIGTERM)
     run.end()
-    check_stopped(run, "SIGTERM")
+    check_stopped(run, "process 1 of 2: SIGTERM" if who == "one process" else "SIGTERM")
 
 
 @pytest.mark.slow

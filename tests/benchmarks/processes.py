@@ -1,0 +1,123 @@
+"""One process against several on the same cores or cards, and our loop against bare DDP.
+
+    python tests/benchmarks/processes.py [--processes 2] [--rounds 5] [-- --any_recipe_flag value ...]
+
+Each process count runs alone, several times in turn. Within a run our loop (text, step, log) and a bare one (the same
+model under torch's DistributedDataParallel, one batch that is there, no log) take steps in turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import nullcontext
+
+STEPS = 4  # of one loop before the other's turn
+FLAGS = ["--model", '{"n_layer": 6, "n_head": 6, "n_embd": 384, "n_positions": 256}', "--tokenizer", "bpe-2000"]
+FLAGS += ["--sequence_length", "256", "--tokens_per_step", "4096", "--per_device_train_batch_size", "4"]
+FLAGS += ["--mixed_precision", "auto", "--torch_compile", "false", "--eval_steps", "0", "--learning_rate", "1e-4"]
+FLAGS += ["--warmup_steps", "10", "--num_train_epochs", "1000000"]
+
+
+def worker(rounds: int, flags: list[str]) -> None:
+    """One process of a run: seconds per step of both loops, printed by the main one."""
+    from contextlib import closing
+
+    import torch
+    from torch.nn.parallel import DistributedDataParallel
+
+    from hfgpt import PretrainConfig, Pretrainer
+    from hfgpt.device import device_name, synchronize
+    from hfgpt.optim import build_optimizer
+
+    with tempfile.TemporaryDirectory() as folder:
+        steps = str(STEPS * rounds + 1)
+        config = PretrainConfig.from_cli(argv=[*FLAGS, "--output_dir", folder, "--max_steps", steps, *flags])
+        ours = Pretrainer(config)
+        ours.setup()
+        device, world = ours.accelerator.device, ours.accelerator.num_processes
+        model = copy.deepcopy(ours.raw_model)
+        optimizer = build_optimizer(model, config)
+        bare = DistributedDataParallel(model) if world > 1 else model
+        seconds: dict[str, list[float]] = {"ours": [], "bare": []}
+        mine, _ = ours.next_batch()
+        ids, labels = ours.to_tensors(mine.blocks)
+        micro = list(zip(ids.split(ours.batch.micro_batch), labels.split(ours.batch.micro_batch), strict=True))
+
+        def our_step() -> None:
+            share, whole = ours.next_batch()
+            ours.control = ours.handler.on_step_begin(ours.args, ours.state, ours.control)
+            tensors = ours.to_tensors(share.blocks)
+            ours.after_step(whole, ours.training_step(*tensors, step=ours.state.global_step + 1))
+
+        def bare_step() -> None:
+            for index, (inputs, targets) in enumerate(micro, start=1):
+                waits = index < len(micro) and world > 1
+                with bare.no_sync() if waits else nullcontext(), ours.accelerator.autocast():
+                    loss = bare(input_ids=inputs, shift_labels=targets, num_items_in_batch=ids.numel()).loss
+                    loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+
+        with closing(ours.run), ours.saver, closing(ours.batches):
+            ours.start_run()
+            for turn in range(rounds):
+                for name, step in (("ours", our_step), ("bare", bare_step)):
+                    for _ in range(STEPS if turn or name == "bare" else STEPS - 1):
+                        synchronize(device)
+                        ours.accelerator.wait_for_everyone()
+                        start = time.perf_counter()
+                        step()
+                        synchronize(device)
+                        if turn:  # the first one warms up
+                            seconds[name].append(time.perf_counter() - start)
+        if ours.accelerator.is_main_process:
+            facts = {name: statistics.median(values) for name, values in seconds.items()}
+            print("RESULT", json.dumps({**facts, "device": device_name(device), "step": str(ours.batch)}), flush=True)
+        ours.accelerator.end_training()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("flags", nargs="*", help="of the recipe, after --")
+    options = parser.parse_args()
+    if options.worker:
+        return worker(options.rounds, options.flags)
+    found: dict[int, list[dict]] = {1: [], options.processes: []}
+    for _ in range(options.repeats):
+        for processes, results in found.items():
+            command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+            command += [__file__, "--worker", "--rounds", str(options.rounds), "--", *options.flags]
+            done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+            lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+            if not lines:
+                sys.exit(done.stderr)
+            results.append(json.loads(lines[-1].removeprefix("RESULT ")))
+    first = found[1][0]
+    print(f"{first['device']}; one process: {first['step']}")
+    for processes, results in found.items():
+        ours, bare = (statistics.median(result[name] for result in results) for name in ("ours", "bare"))
+        kind = "bare DDP" if processes > 1 else "a bare loop"
+        ratios = sorted(result["ours"] / result["bare"] for result in results)
+        print(
+            f"{processes} process(es): our step {ours:.3f} s, {kind} {bare:.3f} s; ours / bare "
+            f"{statistics.median(ratios):.3f} ({ratios[0]:.3f} to {ratios[-1]:.3f})"
+        )
+    one, many = (statistics.median(result["ours"] for result in results) for results in found.values())
+    print(f"{options.processes} processes / 1 process, the same step in all: {many / one:.3f}")
+
+
+if __name__ == "__main__":
+    main()
