@@ -23,7 +23,7 @@ STEPS = 4  # of one loop before the other's turn
 FLAGS = ["--model", '{"n_layer": 6, "n_head": 6, "n_embd": 384, "n_positions": 256}', "--tokenizer", "bpe-2000"]
 FLAGS += ["--sequence_length", "256", "--tokens_per_step", "4096", "--per_device_train_batch_size", "4"]
 FLAGS += ["--mixed_precision", "auto", "--torch_compile", "false", "--eval_steps", "0", "--learning_rate", "1e-4"]
-FLAGS += ["--warmup_steps", "10", "--num_train_epochs", "1000000"]
+FLAGS += ["--warmup_steps", "10", "--save_steps", "0"]
 
 
 def worker(rounds: int, flags: list[str]) -> None:
