@@ -102,6 +102,9 @@ class PretrainConfig:
     torch_compile: bool | Auto = _f("auto", "auto: where there is a compiler and the run repays it")
     document_masking: bool = _f(False, "attention stays within a document, positions restart; GPT-2 does neither")
     gradient_checkpointing: bool = _f(False, "recompute activations in backward: less memory, more time")
+    mfu_peak_tflops: float | None = _f(
+        None, "dense peak of one device for MFU; default: looked up, or measured", POSITIVE
+    )
     logging_steps: int = _f(10, "steps between training records", POSITIVE)
     eval_steps: int = _f(250, "steps between evaluations, also after the last step; 0: never", NOT_NEGATIVE)
     eval_tokens: int | None = _f(None, "target tokens of an evaluation; default: all held-out text", POSITIVE)

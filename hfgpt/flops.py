@@ -68,18 +68,27 @@ def mfu(tokens_per_second: float, flops_per_token: float, peak_tflops: float, de
 
 def device_peak(device: torch.device, precision: str) -> Peak:
     """The device's dense rate in `precision` ("bf16", "fp16", "no"): rated if in the table, else measured."""
-    name = device_name(device)
-    if rated := rated_tflops(name, precision):
-        return Peak(rated, f"rated: {name} {precision} dense")
-    return measure_matmul_tflops(device, precision)
+    name, multiprocessors = device_name(device), None
+    if device.type == "cuda":
+        multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+    return rated_peak(name, precision, multiprocessors) or measure_matmul_tflops(device, precision)
 
 
-def rated_tflops(name: str, precision: str) -> float | None:
-    """Dense TFLOP/s with float32 accumulation of exactly this device name, or None if the table lacks it."""
+def rated_peak(name: str, precision: str, multiprocessors: int | None = None) -> Peak | None:
+    """Dense rate with float32 accumulation of exactly this device name, or None if the table lacks it.
+
+    fp16 has the rate of bf16 unless stated. Where one name covers several chips, `multiprocessors` tells which; None
+    takes the first.
+    """
     with files("hfgpt").joinpath("device_peaks.csv").open() as table:
-        for row in csv.DictReader(table):
-            if (row["device_name"], row["dtype"]) == (name, precision):
-                return float(row["dense_tflops_fp32_accumulate"])
+        rows = [row for row in csv.DictReader(table) if row["device_name"] == name]
+    count = str(multiprocessors or "")
+    rows = [row for row in rows if not count or row["multiprocessors"] in ("", count)]
+    for dtype in ("fp16", "bf16") if precision == "fp16" else (precision,):
+        for row in rows:
+            if row["dtype"] == dtype:
+                doubt = "" if row["confidence"] == "high" else f" ({row['confidence']} confidence)"
+                return Peak(float(row["dense_tflops_fp32_accumulate"]), f"rated: {name} {precision} dense{doubt}")
     return None
 
 

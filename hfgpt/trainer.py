@@ -257,6 +257,7 @@ class Pretrainer:
             tokens_per_step=self.batch.tokens_per_step,
             sequence_length=config.sequence_length,
             precision=self.precision.name,
+            peak_tflops=config.mfu_peak_tflops,
             warmup_steps=1 if self.compile.enabled else 0,
         )
         self.mfu_callback.total_seconds = wall_seconds

@@ -96,12 +96,28 @@ def test_mfu_counts_the_devices():
 
 
 def test_rated_peaks_go_by_the_exact_name_and_precision():
-    assert flops.rated_tflops("NVIDIA A100-SXM4-40GB", "bf16") == 312.0
-    assert flops.rated_tflops("NVIDIA H100 80GB HBM3", "bf16") == pytest.approx(989, abs=1)
-    assert flops.rated_tflops("NVIDIA GeForce RTX 4070 Ti", "bf16") == 80.2
-    assert flops.rated_tflops("NVIDIA GeForce RTX 4070 Ti SUPER", "bf16") == 88.2
-    assert flops.rated_tflops("NVIDIA GeForce RTX 4070", "bf16") is None
-    assert flops.rated_tflops("NVIDIA A100-SXM4-40GB", "no") is None
+    def rated(name, precision="bf16", multiprocessors=None):
+        peak = flops.rated_peak(name, precision, multiprocessors)
+        return peak and peak.tflops
+
+    assert rated("NVIDIA A100-SXM4-40GB") == 312.0
+    assert rated("NVIDIA H100 80GB HBM3") == 989.4
+    assert rated("NVIDIA GeForce RTX 4070 Ti") == rated("NVIDIA GeForce RTX 4070 Ti", "fp16") == 80.2
+    assert rated("NVIDIA GeForce RTX 4070 Ti SUPER") == 88.2
+    assert rated("NVIDIA GeForce RTX 4070") == 58.3
+    assert rated("NVIDIA GeForce RTX 40") is None and rated("nvidia geforce rtx 4070") is None
+    assert rated("NVIDIA A100-SXM4-40GB", "no") is None  # by the TF32 setting: measured
+    assert rated("Tesla T4") is None and rated("Tesla T4", "fp16") == 65.0  # no bf16 there
+    assert rated("AMD Instinct MI100", "fp16") == 184.6  # not that of its bf16
+    assert "low confidence" in flops.rated_peak("NVIDIA GeForce RTX 4090 Laptop GPU", "bf16").source
+
+
+def test_one_name_of_two_chips_goes_by_the_multiprocessors():
+    def rated(multiprocessors):
+        return flops.rated_peak("NVIDIA GeForce RTX 3080", "bf16", multiprocessors)
+
+    assert (rated(68).tflops, rated(70).tflops, rated(None).tflops) == (59.5, 61.3, 59.5)
+    assert rated(72) is None  # a third chip of the name: measured
 
 
 def test_a_known_device_is_rated_and_any_other_measured(monkeypatch):

@@ -266,3 +266,8 @@ def test_a_save_that_ends_between_steps_does_not_swallow_the_next(config):
     assert [path.name for path in run.checkpoints()] == [f"checkpoint-{step}" for step in range(6, 0, -1)]
     saves = [record["checkpoint"] for record in map(json.loads, run.metrics.open()) if record.get("event") == "save"]
     assert saves == [f"checkpoint-{step}" for step in range(1, 7)]
+
+
+def test_a_stated_peak_is_what_mfu_is_against(config):
+    [*_, last] = records(trained(config(mfu_peak_tflops=2.0, max_steps=3, logging_steps=1)))
+    assert last["peak_tflops"] == 2.0 and last["peak_source"] == "given" and last["mfu"] > 0
