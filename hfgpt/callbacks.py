@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch
 from accelerate.utils import extract_model_from_parallel
 from transformers import TrainerCallback
 from transformers.integrations import get_reporting_integration_callbacks
-from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, ProgressCallback
+from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, ProgressCallback, TrainerState
 
 from hfgpt.config import PretrainConfig
 from hfgpt.device import synchronize
@@ -25,6 +26,19 @@ from hfgpt.errors import UserError
 from hfgpt.flops import Peak, device_peak, mfu, recomputed_flops_per_token, training_flops_per_token
 
 logger = logging.getLogger(__name__)
+
+# What a line of progress shows of a log.
+SHOWN = {
+    "loss": "loss {:.4f}",
+    "eval_loss": "eval loss {:.4f}",
+    "eval_perplexity": "perplexity {:.4g}",
+    "eval_bits_per_byte": "{:.4f} bits per byte",
+    "learning_rate": "rate {:.3g}",
+    "grad_norm": "norm {:.3g}",
+    "tokens_per_second": "{:,.0f} tokens/s",
+    "mfu": "MFU {:.1%}",
+    "hfu": "HFU {:.1%}",
+}
 
 
 @dataclass(eq=False)
@@ -155,13 +169,35 @@ class PerplexityCallback(TrainerCallback):
             metrics.setdefault(key.removesuffix("loss") + "perplexity", perplexity)
 
 
+def log_line(state: TrainerState, logs: dict[str, Any]) -> str:
+    """A training or evaluation log as one line: `step 50/2000  loss 2.501  ...  ETA 0:03:20`; what is None is left out.
+
+    The estimate covers the steps alone, at the speed of the last ones.
+    """
+    left = (state.max_steps - state.global_step) * (logs.get("step_seconds") or 0)
+    shown = {key: template.format(logs[key]) for key, template in SHOWN.items() if logs.get(key) is not None}
+    if logs.get("memory_bytes"):
+        shown["memory"] = f"{logs['memory_bytes'] / 2**30:.3g} GiB"
+    if left:
+        shown["eta"] = f"ETA {timedelta(seconds=round(left))}"
+    width = len(str(state.max_steps))
+    return "  ".join([f"step {state.global_step:{width}}/{state.max_steps}", *shown.values()])
+
+
 class LogLineCallback(TrainerCallback):
-    """Each log as one plain line, for output that goes to a file: `step 50/2000 loss 2.501 ...`."""
+    """Each log as one plain line, for output that goes to a file."""
 
     def on_log(self, args, state, control, logs=None, **kwargs) -> None:
         if state.is_world_process_zero:
-            numbers = " ".join(f"{key} {value:.4g}" for key, value in logs.items() if isinstance(value, float | int))
-            print(f"step {state.global_step}/{state.max_steps} {numbers}", flush=True)
+            print(log_line(state, logs), flush=True)
+
+
+class ProgressLineCallback(ProgressCallback):
+    """transformers' progress bar, and above it each log as one line."""
+
+    def on_log(self, args, state, control, logs=None, **kwargs) -> None:
+        if state.is_world_process_zero and self.training_bar is not None:
+            self.training_bar.write(log_line(state, logs))
 
 
 class CallbackArguments:
@@ -192,7 +228,7 @@ def callback_handler(
         trackers = [tracker() for tracker in get_reporting_integration_callbacks(args.report_to)]
     except (ValueError, RuntimeError, ImportError) as error:  # unknown, or not installed
         raise UserError(f"report_to={args.config.report_to}: {error}") from None
-    display = ProgressCallback() if sys.stderr.isatty() else LogLineCallback()
+    display = ProgressLineCallback() if sys.stderr.isatty() else LogLineCallback()
     return CallbackHandler([DefaultFlowCallback(), *callbacks, *trackers, display], model, tokenizer, optimizer, None)
 
 

@@ -320,8 +320,9 @@ class Pretrainer:
         """The training record of the newest step; the only place where the host waits for the device."""
         if not (logs := self.guard.read()):
             return
+        logs["memory_bytes"] = peak_memory_bytes(self.accelerator.device)
         self.control = self.handler.on_log(self.args, self.state, self.control, logs)
-        self._record(**logs, memory_bytes=peak_memory_bytes(self.accelerator.device))
+        self._record(**logs)
 
     def evaluate(self) -> dict[str, Any] | None:
         """The evaluation record of the model as it is; None where a signal to any process broke it off."""

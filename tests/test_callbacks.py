@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer_callback import TrainerState
 
 from hfgpt import flops
-from hfgpt.callbacks import MFUCallback, PerplexityCallback
+from hfgpt.callbacks import MFUCallback, PerplexityCallback, log_line
 from hfgpt.errors import UserError
 
 FIGURES = {"step_seconds", "tokens_per_second", "mfu", "peak_tflops", "peak_source"}
@@ -294,3 +295,16 @@ def test_perplexity_of_several_splits_and_of_a_diverged_loss():
     metrics = {"eval_loss": float("nan")}
     PerplexityCallback().on_evaluate(None, state, None, metrics=metrics)
     assert math.isnan(metrics["eval_perplexity"])
+
+
+def test_a_line_of_progress_shows_what_is_known():
+    state = TrainerState(global_step=50, max_steps=2000)
+    logs = {"loss": 2.50123, "learning_rate": 1e-3, "grad_norm": 0.841, "step_seconds": 0.1, "tokens_per_second": 4023}
+    logs |= {"mfu": 0.0123, "peak_source": "rated: X", "memory_bytes": 2**29}
+    assert log_line(state, logs) == (
+        "step   50/2000  loss 2.5012  rate 0.001  norm 0.841  4,023 tokens/s  MFU 1.2%  0.5 GiB  ETA 0:03:15"
+    )
+    assert log_line(state, {"eval_loss": 1.0, "eval_perplexity": math.e, "eval_bits_per_byte": None}) == (
+        "step   50/2000  eval loss 1.0000  perplexity 2.718"
+    )
+    assert log_line(state, {"loss": math.nan, "mfu": None}) == "step   50/2000  loss nan"
