@@ -39,6 +39,7 @@ from hfgpt.plan import Plan, check_memory, run_facts
 from hfgpt.run_folder import RunFolder
 from hfgpt.signals import Interrupted, StopSignals
 from hfgpt.training_state import changed_settings, read_state
+from hfgpt.weights import settled, start_from
 
 logger = logging.getLogger(__name__)
 
@@ -181,6 +182,7 @@ class Pretrainer:
         self.resumed_from = self.host.from_main(
             partial(checkpoint.find_checkpoint, self.run, config.resume_from_checkpoint)
         )
+        self.config = config = self.host.from_main(partial(settled, config, self.resumed_from))
         self.batch = config.batch(accelerator.num_processes)
         check_memory(config, self.batch, self.precision.name, memory_bytes(device))
         self.data = self.host.from_main(self._prepare_data)
@@ -190,7 +192,10 @@ class Pretrainer:
 
         tokenizer = self.data.tokenizer
         torch.manual_seed(config.seed)  # the same weights on every process, by the seed alone
-        model = new_model(config.model, tokenizer).to(device)
+        model = new_model(config.model, tokenizer)
+        if config.init_from and not self.resumed_from:
+            start_from(model, config.init_from, self.host)
+        model.to(device)
         self.attention: Callable[[Tensor], dict[str, Any]] = lambda ids_BT: {}
         if config.document_masking:
             flex = self.compile.enabled and device.type == "cuda" and model.config.attn_pdrop == 0

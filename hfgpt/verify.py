@@ -90,7 +90,7 @@ def verify(folder: str | Path) -> dict[str, Any]:
         raise UserError(f"checkpoint {folder}: no config.json; give a checkpoint folder")
     facts: dict[str, Any] = {"checkpoint": str(folder)}
     problems = []
-    if (folder / checkpoint.MANIFEST).exists() and (fault := checkpoint.fault(folder)):
+    if (folder / checkpoint.MANIFEST).exists() and (fault := checkpoint.fault(folder, checkpoint.MODEL_FILES)):
         problems.append(fault)
     recorded, tolerance, blocks = None, TOLERANCE_FLOAT32, None
     try:
