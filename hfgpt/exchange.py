@@ -10,7 +10,6 @@ from torch import nn
 from transformers import PreTrainedTokenizerFast
 
 from hfgpt.checkpoint import MANIFEST, MODEL_FILES, fault, refuse_existing, write_folder
-from hfgpt.cli import Dtype
 from hfgpt.configuration_hfgpt import fields_of
 from hfgpt.data.tokenization import has_tokenizer, load_tokenizer, save_tokenizer
 from hfgpt.errors import UserError
@@ -35,9 +34,8 @@ def import_nanogpt(checkpoint: Path, folder: Path, tokenizer_name: str | None, t
     model = load_model(checkpoint, where)
     said = [f"imported {origin}"]
     if tokenizer_name is None:
-        said.append(
-            f"no --tokenizer was given: the folder holds the model only, with all {model.config.vocab_size} rows"
-        )
+        rows = model.config.vocab_size
+        said.append(f"no --tokenizer was given: the folder holds the model only, with all its {rows:,} rows")
         tokenizer = None
     else:
         tokenizer = _tokenizer(tokenizer_name, text, model.config.n_positions)
@@ -51,7 +49,7 @@ def import_nanogpt(checkpoint: Path, folder: Path, tokenizer_name: str | None, t
     return [*said, _written(folder, model, tokenizer)]
 
 
-def export(checkpoint: Path, folder: Path, dtype: Dtype = "float32", untie_head: bool = False) -> list[str]:
+def export(checkpoint: Path, folder: Path, dtype: str = "float32", untie_head: bool = False) -> list[str]:
     """Make `folder` a plain GPT-2 model of a checkpoint, without training state; returns lines that say what was done.
 
     `untie_head`: the head gets a matrix of its own, for readers that look for one. Raises UserError for a checkpoint

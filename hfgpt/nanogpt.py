@@ -73,8 +73,7 @@ def _load(path: Path, where: str) -> Any:
         needed = re.search(r"(?:GLOBAL:?|class) ([\w.]+\.\w+)", str(error))
         reason = f"it needs {needed[1]}" if needed else "it holds more than tensors, numbers and text"
         raise UserError(
-            f"{where}: {reason}, and code from a file is never run; save it again as nanoGPT does, with tensors, numbers "
-            "and text alone"
+            f"{where}: {reason}, and code from a file is never run; save it again with tensors, numbers and text alone"
         ) from error
     except OSError as error:
         raise UserError(f"{where}: {error.strerror or error}; name a file that can be read") from error

@@ -84,8 +84,8 @@ def fit_vocabulary(model: GPT2LMHeadModel, entries: int, where: str) -> int:
     rows = model.config.vocab_size
     if rows != entries and not any(rows == -(-entries // multiple) * multiple for multiple in PADDED_TO):
         raise UserError(
-            f"{where}: the model has {rows} rows and the tokenizer {entries} entries; give the tokenizer that the model "
-            "was trained with"
+            f"{where}: the model has {rows:,} rows and the tokenizer {entries:,} entries; give the tokenizer that the "
+            "model was trained with"
         )
     if rows != entries:
         model.resize_token_embeddings(entries)
