@@ -67,7 +67,7 @@ def export(checkpoint: Path, folder: Path, dtype: str = "float32", untie_head: b
     target: torch.dtype = getattr(torch, dtype)
     limit = torch.finfo(target).max
     for name, parameter in model.named_parameters():
-        if (largest := float(parameter.abs().max())) > limit:
+        if (largest := float(parameter.detach().abs().max())) > limit:
             raise UserError(f"dtype={dtype}: {name} holds {largest:g}, above its {limit:g}; use bfloat16 or float32")
     if untie_head and model.config.tie_word_embeddings:
         model.config.tie_word_embeddings = False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import re
+import warnings
 import zipfile
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -67,8 +68,10 @@ def read_nanogpt(path: Path, where: str) -> NanoGPT:
 
 def _load(path: Path, where: str) -> Any:
     try:
-        # Tensors of a zip file are read when they are used: those of the optimizer never.
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what is amiss is told in one line
+            # Tensors of a zip file are read when they are used: those of the optimizer never.
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except pickle.UnpicklingError as error:
         needed = re.search(r"(?:GLOBAL:?|class) ([\w.]+\.\w+)", str(error))
         reason = f"it needs {needed[1]}" if needed else "it holds more than tensors, numbers and text"

@@ -59,11 +59,13 @@ def load_model(source: Path, where: str) -> GPT2LMHeadModel:
 
     Raises UserError, which begins with `where`, for what is missing, broken, not finite or not GPT-2.
     """
-    config = read_config(source, where)
     # The other format of weights can run code.
     options = {"dtype": torch.float32, "output_loading_info": True, "local_files_only": True, "use_safetensors": True}
     if source.is_file():
-        options |= {"config": config, "state_dict": read_nanogpt(source, where).tensors}
+        config, tensors, _ = read_nanogpt(source, where)
+        options |= {"config": config, "state_dict": tensors}
+    else:
+        read_config(source, where)
     try:
         model, loading = GPT2LMHeadModel.from_pretrained(None if source.is_file() else source, **options)
     except Exception as error:  # each broken file raises its own type
