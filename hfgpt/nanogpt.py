@@ -116,6 +116,7 @@ def _origin(path: Path, content: dict[str, Any]) -> str:
     """Which checkpoint it is, with the figures that the file states."""
     step, loss = content.get("iter_num"), content.get("best_val_loss")
     said = [f"step {step:,}"] if isinstance(step, int) else []
-    if isinstance(loss, int | float | Tensor) and (not isinstance(loss, Tensor) or loss.numel() == 1):
+    # 1e9 stands there until the first evaluation.
+    if isinstance(loss, int | float | Tensor) and torch.as_tensor(loss).numel() == 1 and float(loss) < 1e9:
         said.append(f"best validation loss {float(loss):.4f} by its own estimate")
     return f"the nanoGPT checkpoint {path.name}" + (f" ({', '.join(said)})" if said else "")
