@@ -194,7 +194,7 @@ class Pretrainer:
         torch.manual_seed(config.seed)  # the same weights on every process, by the seed alone
         model = new_model(config.model, tokenizer).to(device)
         if config.init_from and not self.resumed_from:
-            start_from(model, config.init_from, self.host)
+            start_from(config.init_from, model, tokenizer, self.host)
         self.attention: Callable[[Tensor], dict[str, Any]] = lambda ids_BT: {}
         if config.document_masking:
             flex = self.compile.enabled and device.type == "cuda" and model.config.attn_pdrop == 0

@@ -10,12 +10,13 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import GPT2Config
+from transformers import GPT2Config, PreTrainedTokenizerFast
 
 from hfgpt.checkpoint import FUNCTION
 from hfgpt.config import AUTO, PretrainConfig
 from hfgpt.configuration_hfgpt import fields_of, model_fields
 from hfgpt.data.remote import model_files, pinned_name
+from hfgpt.data.tokenization import has_tokenizer, load_tokenizer
 from hfgpt.distributed import HostGroup
 from hfgpt.errors import UserError
 from hfgpt.modeling_hfgpt import GPT2LMHeadModel
@@ -128,17 +129,22 @@ def settled(config: PretrainConfig, resumed_from: Path | None) -> PretrainConfig
     return dataclasses.replace(config, init_from=name, model={**there, **stated})
 
 
-def start_from(model: GPT2LMHeadModel, init_from: str, host: HostGroup) -> None:
+def start_from(init_from: str, model: GPT2LMHeadModel, tokenizer: PreTrainedTokenizerFast, host: HostGroup) -> None:
     """The weights of `init_from` into `model`, on all processes; the main one reads them, the others get them.
 
-    Raises UserError where they are not of this model.
+    Raises UserError where they are not of this model; other ids than those of its own tokenizer are a warning.
     """
     weights: dict[str, Tensor] = {}
 
     def read() -> None:
         where = f"init_from={init_from}"
-        source = load_model(model_files(init_from), where)
-        if dropped := fit_vocabulary(source, model.config.vocab_size, where):
+        files = model_files(init_from)
+        source = load_model(files, where)
+        if has_tokenizer(files):
+            own = load_tokenizer(str(files), lambda: (), model.config.n_positions)
+            if own.get_vocab() != tokenizer.get_vocab():
+                logger.warning("the tokenizer is not that of %s: its ids stand for other tokens", where)
+        if dropped := fit_vocabulary(source, len(tokenizer), where):
             logger.warning("%s: %d rows without an entry in the tokenizer are left out", where, dropped)
         weights.update(source.named_parameters())
 

@@ -85,6 +85,8 @@ def test_parameters_are_float32_and_old_buffers_and_padding_are_left_behind(begu
     state = pretrainer.raw_model.state_dict()
     assert {value.dtype for value in state.values()} == {torch.float32}
     assert all(state[name].equal(value.float()) for name, value in tensors.items())
+    with pytest.raises(UserError, match="a model alone, from which --init_from starts a run"):
+        trained(settings(resume_from_checkpoint=str(tmp_path / "half")))
 
 
 def test_a_nanogpt_checkpoint_goes_on_with_a_stated_tokenizer(config, tmp_path):
@@ -121,13 +123,16 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(begun, tmp_path
     assert re.search(named, "; ".join(refused.value.problems)) and not (tmp_path / "second").exists()
 
 
-def test_other_models_and_tokenizers_are_refused_by_name(begun, tmp_path, text_file):
+def test_other_models_and_tokenizers_are_refused_by_name(begun, tmp_path, text_file, caplog):
     first, settings = begun
     folder = Path(shutil.copytree(first.run.checkpoint(6), tmp_path / "copy"))
     text_file.write_text(text_file.read_text() + "ÄÖÜ")
     rows = first.raw_model.config.vocab_size
     with pytest.raises(UserError, match=rf"the model has {rows} rows and the tokenizer {rows + 3} entries"):
         trained(settings(init_from=str(folder), tokenizer="char"))
+    text_file.write_text(text_file.read_text().replace("ÄÖÜ", "").replace("w", "Ä"))
+    Pretrainer(settings(init_from=str(folder), tokenizer="char")).setup()
+    assert "its ids stand for other tokens" in caplog.text
     described = json.loads((folder / "config.json").read_text())
     for changed, named in (({"model_type": "llama"}, "model_type is llama"), ({"n_head": 5}, "not divisible")):
         (folder / "config.json").write_text(json.dumps({**described, **changed}))
