@@ -98,16 +98,20 @@ def fit_vocabulary(model: GPT2LMHeadModel, entries: int, where: str) -> int:
 def settled(config: PretrainConfig, resumed_from: Path | None) -> PretrainConfig:
     """`config` with the model and the commit that `init_from` stands for; for a resumed run, those it began with.
 
-    Raises UserError where what `model` states is not what `init_from` holds, a dropout apart.
+    Raises UserError where what `model` states is not what `init_from` holds, but for what computes the same (dropout).
     """
     if resumed_from is not None:
         began = read_state(resumed_from, "trainer_state")["config"]
         name = began.get("init_from")
-        if config.init_from and not (name and f"{name}@".startswith(f"{config.init_from}@")):
-            told = f"the run resumed from {resumed_from} began from {name or 'random weights'}"
-            logger.warning("init_from=%s is not read: %s", config.init_from, told)
+        if name is None and config.init_from is None:
+            return config
         if name is None:
-            return dataclasses.replace(config, init_from=None)
+            told = f"the run goes on from {resumed_from}, and began from random weights"
+            raise UserError(f"init_from={config.init_from}: {told}; leave it out, or name another output_dir")
+        stated = config.init_from or name
+        if name not in (stated, str(Path(stated).resolve())) and not name.startswith(f"{stated}@"):
+            told = f"the run goes on from {resumed_from}, and began from {name}"
+            logger.warning("init_from=%s is not read: %s", stated, told)
         there = began["model"]
     elif config.init_from is None:
         return config
@@ -118,15 +122,15 @@ def settled(config: PretrainConfig, resumed_from: Path | None) -> PretrainConfig
         if config.sequence_length > there["n_positions"]:
             positions = f"the {there['n_positions']} positions of {where}"
             raise UserError(f"sequence_length={config.sequence_length}: is above {positions}; shorten it")
-    stated = {} if config.model == AUTO else model_fields(config.model, under={})
+    own = {} if config.model == AUTO else model_fields(config.model, under={})
     problems = [
         f"model.{key}={value}: init_from={name} has {there[key]}; leave model out"
-        for key, value in stated.items()
+        for key, value in own.items()
         if key in FUNCTION and key in there and value != there[key]
     ]
     if problems:
         raise UserError(*problems)
-    return dataclasses.replace(config, init_from=name, model={**there, **stated})
+    return dataclasses.replace(config, init_from=name, model={**there, **own})
 
 
 def start_from(init_from: str, model: GPT2LMHeadModel, tokenizer: PreTrainedTokenizerFast, host: HostGroup) -> None:

@@ -65,8 +65,13 @@ def test_the_fact_is_recorded_and_a_resumed_run_does_not_need_the_source(begun, 
     (record,) = records(resumed, "changed_settings")
     assert not record["changed_settings"] and "is not read" not in caplog.text
     assert audit(resumed.run.path)["problems"] == []
-    trained(settings("part", init_from="elsewhere", resume_from_checkpoint="latest", max_steps=7))
+    relative = os.path.relpath(folder)  # as the same command may have it, from the same place
+    trained(settings("part", init_from=relative, resume_from_checkpoint="latest", max_steps=7))
+    assert "is not read" not in caplog.text
+    trained(settings("part", init_from="elsewhere", resume_from_checkpoint="latest", max_steps=8))
     assert f"began from {folder}" in caplog.text
+    with pytest.raises(UserError, match="began from random weights; leave it out, or name another output_dir"):
+        trained(settings("first", init_from=str(resumed.run.checkpoint(6)), resume_from_checkpoint="latest"))
 
 
 def test_parameters_are_float32_and_old_buffers_and_padding_are_left_behind(begun, tmp_path):
