@@ -11,7 +11,7 @@ import logging
 import math
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +38,9 @@ from hfgpt.training_state import STATE, read_state
 logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
+MODEL_FILES = ("config.json", "model.safetensors")
 REQUIRED = (
-    *("config.json", "model.safetensors", "tokenizer.json"),
+    *(*MODEL_FILES, "tokenizer.json"),
     *(f"{STATE}/optimizer.safetensors", f"{STATE}/trainer_state.json", f"{STATE}/data_state.json"),
 )
 # Fields of the model's configuration that change what it computes.
@@ -57,27 +58,59 @@ def write_checkpoint(run: RunFolder, step: int, write: Callable[[Path], None], k
     what was there as it was, where the folder cannot be written.
     """
     final = run.checkpoint(step)
-    aside = run.path / f".{final.name}.tmp"
-    _remove(aside)
-    try:
-        (aside / STATE).mkdir(parents=True)
+
+    def fill(aside: Path) -> None:
+        (aside / STATE).mkdir()
         write(aside)
-        files = sorted(path for path in aside.rglob("*") if path.is_file())
-        for path in files:
-            path.chmod(aside.stat().st_mode & 0o666)  # safetensors makes files for their owner alone
-            _sync(path)
-        write_json(aside / MANIFEST, {"files": {path.relative_to(aside).as_posix(): _facts(path) for path in files}})
-        for path in (aside / STATE, aside, *filter(Path.exists, (run.metrics, run.ledger))):
-            _sync(path)  # the records too, which a checkpoint must not outlive
-    except BaseException:
-        _remove(aside)  # the room it takes is needed
-        raise
+        for path in filter(Path.exists, (run.metrics, run.ledger)):
+            _sync(path)  # a checkpoint must not outlive the records
+
+    aside = _written_aside(final, fill)
     if final.exists():  # a broken folder of this step: a whole one would have been resumed
         _remove(final)
     os.rename(aside, final)
     if point_latest_at(run, final) and keep:
         rotate(run, final, keep)
     return final
+
+
+def write_folder(final: Path, write: Callable[[Path], None]) -> None:
+    """Let `write` fill a folder, then give it its name, with a manifest: a model on its own, outside of any run.
+
+    Raises UserError where there is something of that name, or the folder cannot be written.
+    """
+    refuse_existing(final)
+    try:
+        os.rename(_written_aside(final.absolute(), write), final)
+        _sync(final.absolute().parent)
+    except OSError as error:
+        raise UserError(f"{final}: {error.strerror or error}; name a folder that can be written") from error
+
+
+def refuse_existing(folder: Path) -> None:
+    """Raise UserError where there is something of that name, be it a link to nowhere."""
+    if folder.exists() or folder.is_symlink():
+        raise UserError(f"{folder}: exists already, and nothing is overwritten; name a new folder")
+
+
+def _written_aside(final: Path, write: Callable[[Path], None]) -> Path:
+    """The folder that is to become `final`, filled by `write`, with its manifest, all on disk."""
+    aside = final.with_name(f".{final.name}.tmp")
+    _remove(aside)
+    try:
+        aside.mkdir(parents=True)
+        write(aside)
+        files = sorted(path for path in aside.rglob("*") if path.is_file())
+        for path in files:
+            path.chmod(aside.stat().st_mode & 0o666)  # safetensors makes files for their owner alone
+            _sync(path)
+        write_json(aside / MANIFEST, {"files": {path.relative_to(aside).as_posix(): _facts(path) for path in files}})
+        for folder in (*filter(Path.is_dir, aside.rglob("*")), aside):
+            _sync(folder)
+    except BaseException:
+        _remove(aside)  # the room it takes is needed
+        raise
+    return aside
 
 
 def point_latest_at(run: RunFolder, folder: Path) -> bool:
@@ -185,11 +218,11 @@ class Saver:
         return outcome
 
 
-def fault(folder: Path) -> str | None:
-    """What is wrong with a checkpoint folder by its manifest, or None when it is whole."""
+def fault(folder: Path, required: Sequence[str] = REQUIRED) -> str | None:
+    """What is wrong with a checkpoint folder by its manifest, or None when it is whole and has what is `required`."""
     try:
         files = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]
-        for name in REQUIRED:
+        for name in required:
             if name not in files:
                 return f"{MANIFEST} does not name {name}"
         for name, facts in files.items():
@@ -241,6 +274,8 @@ def find_checkpoint(run: RunFolder, wanted: str) -> Path | None:
     if problem := fault(folder):
         if (folder / "run.json").exists():
             problem = "it is a run folder, not a checkpoint"
+        elif (folder / "config.json").exists() and not (folder / STATE).exists():
+            problem = "it holds a model alone, from which --init_from starts a run"
         raise UserError(f"resume_from_checkpoint={wanted}: {problem}; name another one, or use latest")
     if run.holds_run() and folder.resolve().parent != run.path.resolve():
         raise UserError(

@@ -9,13 +9,15 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
 from hfgpt import __version__
 from hfgpt.errors import RunError, UserError
 from hfgpt.signals import follow_launcher
+
+Dtype = Literal["float32", "bfloat16", "float16"]
 
 app = typer.Typer(
     name="hfgpt",
@@ -97,12 +99,9 @@ def generate(
 
     Example: hfgpt generate out/run/checkpoint-latest --prompt "To be"
     """
-    from transformers.utils import logging
-
     from hfgpt import generation
 
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
+    _quiet_transformers()
     model, tokenizer = generation.load_checkpoint(checkpoint)
     options: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
     options |= {"max_new_tokens": max_new_tokens, "num_samples": num_samples}
@@ -110,6 +109,40 @@ def generate(
         if number:
             print("---")
         print(f"{prompt}{text}", flush=True)
+
+
+@app.command("import")
+def import_(
+    checkpoint: Annotated[Path, typer.Argument(help="nanoGPT's ckpt.pt; no code in it is run.")],
+    folder: Annotated[Path, typer.Argument(help="New folder for the GPT-2 model.")],
+    tokenizer: Annotated[str | None, typer.Option("--tokenizer", help="Hub id or folder, or char.")] = None,
+    text: Annotated[Path | None, typer.Option("--text", help="With char: the text it was made from.")] = None,
+) -> None:
+    """Turn a nanoGPT checkpoint into a GPT-2 folder for generate, verify, --init_from and stock transformers.
+
+    Example: hfgpt import out/ckpt.pt out/model --tokenizer gpt2
+    """
+    from hfgpt import exchange
+
+    _quiet_transformers()
+    print("\n".join(exchange.import_nanogpt(checkpoint, folder, tokenizer, text)))
+
+
+@app.command()
+def export(
+    checkpoint: Annotated[Path, typer.Argument(help="Checkpoint folder: ours, or any GPT-2 model's.")],
+    folder: Annotated[Path, typer.Argument(help="New folder for the GPT-2 model.")],
+    dtype: Annotated[Dtype, typer.Option("--dtype", help="Of the numbers in the file.")] = "float32",
+    untie_head: Annotated[bool, typer.Option("--untie_head", help="Store the head's matrix, too.")] = False,
+) -> None:
+    """Write a checkpoint as a plain GPT-2 folder: model, tokenizer, card; no training state.
+
+    Example: hfgpt export out/run/checkpoint-latest out/model --dtype bfloat16
+    """
+    from hfgpt import exchange
+
+    _quiet_transformers()
+    print("\n".join(exchange.export(checkpoint, folder, dtype, untie_head)))
 
 
 @app.command()
@@ -179,6 +212,13 @@ def verify(
     from hfgpt.verify import verify as verified
 
     _tell(verified(checkpoint), f"checkpoint {checkpoint}", as_json)
+
+
+def _quiet_transformers() -> None:
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
 
 
 def _tell(facts: dict[str, Any], what: str, as_json: bool) -> None:

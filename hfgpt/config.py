@@ -21,6 +21,7 @@ from hfgpt.convert import NOT_CONVERTIBLE, convert, describe
 from hfgpt.errors import UserError
 
 Auto = Literal["auto"]
+AUTO = "auto"
 Schedule = Literal["cosine_with_min_lr", "warmup_stable_decay", "linear", "constant", "constant_with_warmup"]
 _LENGTHS = ("max_steps", "max_tokens", "num_train_epochs")
 _WITH_MIN_LR = ("cosine_with_min_lr", "warmup_stable_decay")
@@ -64,15 +65,20 @@ class PretrainConfig:
     run_name: str | None = _f(None, "name shown by trackers; default: the folder's name")
     seed: int = _f(1337, "decides initialisation, order of the text, and dropout", NOT_NEGATIVE)
     model: str | dict[str, Any] = _f(
-        "gpt2-125m", f"size ({', '.join(MODEL_SIZES)}) or GPT2Config fields, which may start from a size: {{size: ..}}"
+        AUTO,
+        f"size ({', '.join(MODEL_SIZES)}) or GPT2Config fields, which may start from a size: {{size: ..}}; "
+        "auto: as init_from has it, or gpt2-125m",
     )
+    init_from: str | None = _f(None, "begin with these weights: a GPT-2 folder, Hub id[@revision], nanoGPT ckpt.pt")
     dataset: str = _f("embedded", "Hub id, local file, folder or glob (parquet, jsonl, txt), or embedded")
     dataset_name: str | None = _f(None, "configuration of a Hub dataset, such as sample-10BT")
     dataset_split: str = _f("train", "split of a Hub dataset")
     dataset_revision: str | None = _f(None, "commit, tag or branch of a Hub dataset")
     text_column: str = _f("text", "column that holds the text")
     eval_dataset: str | None = _f(None, "local path, or split of the Hub dataset; default: held out of the text")
-    tokenizer: str = _f("gpt2", "Hub id or folder, char, or bpe-N (trained on the text, N entries)")
+    tokenizer: str = _f(
+        AUTO, "Hub id or folder, char, or bpe-N (trained on the text, N entries); auto: init_from's own, or gpt2"
+    )
     streaming: bool | Auto = _f("auto", "stream documents, or hold the text in memory; auto: by size")
     sequence_length: int = _f(1024, "tokens per sequence in training", POSITIVE)
     tokens_per_step: int | None = _f(None, "target tokens in one step over all processes", POSITIVE)
@@ -130,6 +136,9 @@ class PretrainConfig:
                 problems.append(f"{spec.name}={value!s:.200}: must be {describe(hints[spec.name])}")
                 unreadable.add(spec.name)
                 object.__setattr__(self, spec.name, spec.default)  # so that the others can be checked
+        for name, usual in (("model", "gpt2-125m"), ("tokenizer", "gpt2")):
+            if getattr(self, name) == AUTO and self.init_from is None:
+                object.__setattr__(self, name, usual)
         if problems := problems + self._problems(unreadable):
             raise UserError(*problems)
 
@@ -142,7 +151,8 @@ class PretrainConfig:
     ) -> PretrainConfig:
         """The recipe's `defaults`, under `--config file.yaml`, under `--key value` of `argv` (default: sys.argv).
 
-        `for_model`: further defaults where the model, or the size it starts from, is the one named.
+        `for_model`: further defaults where the model, or the size it starts from, is the one named. Where `init_from`
+        is stated above the recipe, the recipe's own model and tokenizer do not count.
         """
         parser = argparse.ArgumentParser(allow_abbrev=False, argument_default=argparse.SUPPRESS)
         parser.add_argument("--config", metavar="FILE.yaml", nargs="?", const="", help="settings under the same keys")
@@ -161,7 +171,11 @@ class PretrainConfig:
                 raise UserError(f"{argument}: not a flag; settings are given as --key value")
             value_follows = argument.startswith("--") and "=" not in argument
         path = command_line.pop("config", None)
-        layers = [defaults or {}, {} if path is None else _read_yaml(path), command_line]
+        layers = [dict(defaults or {}), {} if path is None else _read_yaml(path), command_line]
+        stated = next((layer["init_from"] for layer in reversed(layers[1:]) if "init_from" in layer), None)
+        if stated not in (None, "none", "null", "None"):  # these come with the weights, a recipe's own are for new ones
+            for name in ("model", "tokenizer"):
+                layers[0].pop(name, None)
         model = next((layer["model"] for layer in reversed(layers) if "model" in layer), None)
         with contextlib.suppress(*NOT_CONVERTIBLE):
             model = convert(model, dict[str, Any]).get("size")
@@ -264,10 +278,15 @@ class PretrainConfig:
                 f"ddp_timeout={self.ddp_timeout:g}: must be above stream_timeout={self.stream_timeout:g}, for which a "
                 "process may wait for its text while the others wait for it"
             )
+        if self.init_from is not None and self.tokenizer.startswith("bpe-"):
+            problems.append(
+                f"tokenizer={self.tokenizer}: would be trained anew, and its ids mean something else to init_from="
+                f"{self.init_from}; leave it out, or name a folder"
+            )
         if self.lr_scheduler_type == "constant" and self.warmup_steps:
             problems.append(f"warmup_steps={self.warmup_steps}: a constant rate has none; use constant_with_warmup")
         try:
-            n_positions = model_fields(self.model).get("n_positions", 1024)
+            n_positions = math.inf if self.model == AUTO else model_fields(self.model).get("n_positions", 1024)
             if self.sequence_length > n_positions:
                 problems.append(
                     f"sequence_length={self.sequence_length} is above the model's n_positions={n_positions}; "

@@ -40,10 +40,11 @@ def _near(word: Any, known: Iterable[str]) -> str:
     return f"did you mean {near[0]}? " if near else ""
 
 
-def model_fields(model: str | dict[str, Any]) -> dict[str, Any]:
+def model_fields(model: str | dict[str, Any], under: dict[str, Any] = _NO_DROPOUT) -> dict[str, Any]:
     """GPT2Config fields of `model`: a name of MODEL_SIZES, or fields, which may start from a size: {"size": name}.
 
-    Raises UserError for an unknown name or field and for sizes that cannot work.
+    `under`: fields for which `model` states nothing. Raises UserError for an unknown name or field and for sizes that
+    cannot work.
     """
     given = {"size": model} if isinstance(model, str) else dict(model)
     size = given.pop("size", None)
@@ -51,7 +52,7 @@ def model_fields(model: str | dict[str, Any]) -> dict[str, Any]:
         where = "model" if isinstance(model, str) else "model.size"
         near = _near(size, MODEL_SIZES)
         raise UserError(f"{where}={size}: no such size; {near}sizes are {', '.join(MODEL_SIZES)}")
-    fields = {**_NO_DROPOUT, **MODEL_SIZES.get(str(size), {}), **given}
+    fields = {**under, **MODEL_SIZES.get(str(size), {}), **given}
     problems = []
     for key, value in fields.items():
         where = f"model.{key}={value}"
@@ -103,3 +104,11 @@ def model_config(
     config = GPT2Config(vocab_size=vocab_size, **fields, **ids)
     config.n_ctx = config.n_positions  # converters to other formats still read this older name
     return config
+
+
+def fields_of(config: GPT2Config) -> dict[str, Any]:
+    """The fields from which `model_config` makes `config` again. Raises UserError for values that cannot work.
+
+    The vocabulary is left out: a new model has the rows of its tokenizer.
+    """
+    return model_fields({key: getattr(config, key) for key in _TYPES if key != "vocab_size"})

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer, DynamicCache, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from hfgpt.data.tokenization import unknown_characters
+from hfgpt.data.tokenization import has_tokenizer, unknown_characters
 from hfgpt.device import default_device
 from hfgpt.errors import UserError
 from hfgpt.modeling_hfgpt import CACHE_NAME, GPT2LMHeadModel
+from hfgpt.weights import load_model, read_config
 
 logger = logging.getLogger(__name__)
 
@@ -25,29 +26,20 @@ def load_checkpoint(folder: str | Path, device: torch.device | None = None) -> t
 
     Raises UserError if the folder is missing, incomplete or unreadable, or if its two parts do not fit.
     """
-    folder = Path(folder)
-    if not (folder / "config.json").is_file():
-        missing = "no config.json" if folder.is_dir() else "no such folder"
-        inside = ", ".join(sorted(path.parent.name for path in folder.glob("*/config.json")))
-        found = f"one of its checkpoints ({inside})" if inside else "a folder written by save_pretrained"
-        raise UserError(f"checkpoint {folder}: {missing}; give {found}")
-    if not any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json")):
-        raise UserError(f"checkpoint {folder}: no tokenizer.json; copy the tokenizer's files into it")
-    options = {"dtype": torch.float32, "output_loading_info": True, "local_files_only": True}
-    options["use_safetensors"] = True  # the other format can run code
+    folder, where = Path(folder), f"checkpoint {folder}"
+    read_config(folder, where)
+    if not has_tokenizer(folder):
+        raise UserError(f"{where}: no tokenizer.json; copy the tokenizer's files into it")
+    model = load_model(folder, where)
     try:
-        model, loading = GPT2LMHeadModel.from_pretrained(folder, **options)
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # each reader of a broken file raises its own type
         reason = " ".join(str(error).split())
-        raise UserError(f"checkpoint {folder}: cannot be read ({reason}); take another checkpoint") from error
-    if loading["missing_keys"]:
-        lost = sorted(loading["missing_keys"])
-        raise UserError(f"checkpoint {folder}: {len(lost)} weights are missing, such as {lost[0]}")
+        raise UserError(f"{where}: its tokenizer cannot be read ({reason}); take another checkpoint") from error
     entries, rows = len(tokenizer), model.config.vocab_size
     if entries > rows:
         sizes = f"the tokenizer has {entries} entries and the model {rows} rows"
-        raise UserError(f"checkpoint {folder}: {sizes}; use the tokenizer that the model was trained with")
+        raise UserError(f"{where}: {sizes}; use the tokenizer that the model was trained with")
     if entries < rows:  # for the model's own `generate`; ours never takes these ids
         model.generation_config.suppress_tokens = list(range(entries, rows))
     return model.to(device or default_device()).eval(), tokenizer

@@ -280,11 +280,18 @@ class GPT2LMHeadModel(PreTrainedModel, GenerationMixin):
         return output if return_dict is None or return_dict else output.to_tuple()
 
 
-def new_model(size: str | dict[str, Any], tokenizer: PreTrainedTokenizerBase, seed: int) -> GPT2LMHeadModel:
-    """A model by name or GPT2Config fields, its weights random by `seed`, a row for each entry of the tokenizer."""
+def new_model(
+    size: str | dict[str, Any], tokenizer: PreTrainedTokenizerBase, seed: int, weights: dict[str, Tensor] | None = None
+) -> GPT2LMHeadModel:
+    """A model by name or GPT2Config fields, with a row for each entry of the tokenizer.
+
+    Its weights are random by `seed`, or those given by parameter name.
+    """
     torch.manual_seed(seed)
     ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     model = GPT2LMHeadModel(model_config(size, vocab_size=len(tokenizer), **ids))
     if model.generation_config.pad_token_id is None:  # a batch of prompts needs one; GPT-2 names none
         model.generation_config.pad_token_id = tokenizer.eos_token_id
+    if weights:
+        model.load_state_dict(weights)
     return model

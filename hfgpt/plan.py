@@ -79,6 +79,7 @@ class Plan:
                 f"{name}: {model.n_layer} layers, {model.n_head} heads, {model.n_embd} wide; "
                 f"{counts.total:,} parameters ({counts.without_positions:,} without positions)",
             ),
+            *([("weights", f"begun from {config.init_from}")] if config.init_from else []),
             *(("text", line) for line in self.text),
             (
                 "step",

@@ -40,6 +40,7 @@ from hfgpt.plan import Plan, check_memory, run_facts
 from hfgpt.run_folder import RunFolder
 from hfgpt.signals import Interrupted, StopSignals
 from hfgpt.training_state import changed_settings, read_state
+from hfgpt.weights import initial_weights, settled
 
 logger = logging.getLogger(__name__)
 
@@ -207,6 +208,7 @@ class Pretrainer:
         )
         if self.sharded and self.precision.name == "fp16":
             raise UserError("mixed_precision fp16: its loss scaling does not serve FSDP2; use bf16, or DDP")
+        self.config = config = self.host.from_main(partial(settled, config, self.resumed_from))
         self.batch = config.batch(accelerator.num_processes)
         self.shares = accelerator.num_processes if self.sharded else 1
         check_memory(config, self.batch, self.precision.name, memory_bytes(device), self.shares)
@@ -216,7 +218,10 @@ class Pretrainer:
         self.compile = choose_compile(config.torch_compile, device, self.max_steps * self.batch.accumulation)
 
         tokenizer = self.data.tokenizer
-        make = partial(new_model, config.model, tokenizer, config.seed)
+        weights = {}  # of the main process alone: it hands them to the others
+        if config.init_from and not self.resumed_from:
+            weights = initial_weights(config.init_from, tokenizer, self.host)
+        make = partial(new_model, config.model, tokenizer, config.seed, weights)
         model: Any = shared_model(make, device, self.precision.name) if self.sharded else make().to(device)
         self.attention: Callable[[Tensor], dict[str, Any]] = lambda ids_BT: {}
         if config.document_masking:

@@ -15,6 +15,7 @@ import numpy as np
 from hfgpt import checkpoint
 from hfgpt.config import PretrainConfig
 from hfgpt.data import prepare_again
+from hfgpt.data.tokenization import has_tokenizer
 from hfgpt.errors import UserError
 from hfgpt.evaluation import scored_blocks
 from hfgpt.training_state import STATE, read_state
@@ -90,8 +91,10 @@ def verify(folder: str | Path) -> dict[str, Any]:
         raise UserError(f"checkpoint {folder}: no config.json; give a checkpoint folder")
     facts: dict[str, Any] = {"checkpoint": str(folder)}
     problems = []
-    if (folder / checkpoint.MANIFEST).exists() and (fault := checkpoint.fault(folder)):
+    if (folder / checkpoint.MANIFEST).exists() and (fault := checkpoint.fault(folder, checkpoint.MODEL_FILES)):
         problems.append(fault)
+    if not has_tokenizer(folder):
+        problems.append("there is no tokenizer in the folder; stock transformers makes an empty one up")
     recorded, tolerance, blocks = None, TOLERANCE_FLOAT32, None
     try:
         recorded, tolerance, blocks = _evaluation(folder)

@@ -18,12 +18,13 @@ import numpy as np
 import xxhash
 from transformers import PreTrainedTokenizerFast
 
-from hfgpt.config import PretrainConfig
+from hfgpt.config import AUTO, PretrainConfig
 from hfgpt.configuration_hfgpt import model_fields
 from hfgpt.data.permutation import permutation
+from hfgpt.data.remote import model_files
 from hfgpt.data.sources import IN_MEMORY_BYTES, Source, Unit, Unusable, open_source, text_hash
 from hfgpt.data.stream import DocumentStream, MemoryBlocks, Stream
-from hfgpt.data.tokenization import Encoder, load_tokenizer, token_byte_lengths
+from hfgpt.data.tokenization import Encoder, has_tokenizer, load_tokenizer, token_byte_lengths
 from hfgpt.errors import UserError
 
 CHARACTER_SCAN_BYTES = 256 * 2**20
@@ -96,7 +97,7 @@ def prepare_data(
         texts = kept if in_memory else _documents(training, shuffled, Counter())
     if tokenizer is None:
         n_positions = model_fields(config.model).get("n_positions", 1024)
-        tokenizer = load_tokenizer(config.tokenizer, lambda: texts, n_positions)
+        tokenizer = load_tokenizer(_tokenizer_name(config), lambda: texts, n_positions)
     encoder = Encoder(tokenizer)
     if config.document_masking and encoder.separator_id is None:
         raise UserError(f"document_masking: tokenizer={config.tokenizer} puts no end-of-text between documents")
@@ -122,6 +123,7 @@ def prepare_data(
     if len(validation_run) < 2:
         key = "dataset" if config.eval_dataset is None else "eval_dataset"
         raise UserError(f"{key}: fewer than two tokens to evaluate on ({origin}); give an eval_dataset with more text")
+    named = "of init_from" if config.tokenizer == AUTO else config.tokenizer
     return TextData(
         tokenizer=tokenizer,
         train=train,
@@ -129,7 +131,7 @@ def prepare_data(
         token_bytes=token_byte_lengths(tokenizer),
         description=[
             source.description,
-            f"tokenizer: {config.tokenizer}, {len(tokenizer):,} entries",
+            f"tokenizer: {named}, {len(tokenizer):,} entries",
             f"training: {how}",
             f"validation: {len(validation_run):,} tokens of {len(validation):,} documents, {origin}",
             *([f"left out so far: {told_counts(skipped)}"] if skipped else []),
@@ -151,7 +153,7 @@ def prepare_again(
     pinned, commit, tokenizer = config, fingerprint.get("dataset.commit"), None
     if commit and config.dataset_revision == saved.get("dataset_revision"):
         pinned = dataclasses.replace(config, dataset_revision=commit)
-    own = config.tokenizer == "char" or config.tokenizer.startswith("bpe-")
+    own = config.tokenizer in ("char", AUTO) or config.tokenizer.startswith("bpe-")
     if folder and own and config.tokenizer == saved.get("tokenizer"):
         try:
             tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
@@ -171,6 +173,16 @@ def prepare_again(
 def told_counts(skipped: Counter[str]) -> str:
     """Rows passed over, in words."""
     return ", ".join(f"{count:,} {reason}" for reason, count in sorted(skipped.items()))
+
+
+def _tokenizer_name(config: PretrainConfig) -> str:
+    if config.tokenizer != AUTO or config.init_from is None:
+        return config.tokenizer
+    files = model_files(config.init_from)
+    if not has_tokenizer(files):
+        of_nanogpt = "gpt2 for nanoGPT's 50,304 rows, char for its character models"
+        raise UserError(f"init_from={config.init_from}: has no tokenizer of its own; state --tokenizer ({of_nanogpt})")
+    return str(files)
 
 
 def _options(config: PretrainConfig) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Text on the Hub: which files a dataset has, and patience with faults on the way to them."""
+"""The Hub: which files a dataset has, patience with faults on the way to them, and the files of a model."""
 
 from __future__ import annotations
 
@@ -173,6 +173,31 @@ def hub_files(
     if split not in splits:
         raise UserError(f"dataset_split={split}: {dataset} has no such split; it has {', '.join(map(str, splits))}")
     return list(splits[split]), commit
+
+
+def model_files(name: str) -> Path:
+    """A model that is there, or after it was fetched to the Hub's cache: `name` is a path, or ID or ID@REVISION.
+
+    Raises UserError for what is neither.
+    """
+    from huggingface_hub import snapshot_download
+
+    if Path(name).exists():
+        return Path(name)
+    repository, _, revision = name.partition("@")
+    wanted = ("config.json", "generation_config.json", "tokenizer*.json", "vocab.json", "merges.txt")
+    weights = ("model*.safetensors", "model.safetensors.index.json")
+    try:
+        with quiet_hub():
+            return Path(snapshot_download(repository, revision=revision or None, allow_patterns=[*wanted, *weights]))
+    except Exception as error:  # not found, not allowed, not reachable: each of its own type
+        reason = first_line(error).rstrip(".")
+        raise UserError(f"init_from={name}: no such file or folder, and not usable from the Hub: {reason}") from error
+
+
+def pinned_name(name: str, files: Path) -> str:
+    """What `model_files` turned `name` into, for good: a path without links, or ID@COMMIT."""
+    return str(files.resolve()) if Path(name).exists() else f"{name.partition('@')[0]}@{files.name}"
 
 
 @contextlib.contextmanager

@@ -81,6 +81,10 @@ def _first_characters(texts: Iterable[str], limit: int) -> Iterable[str]:
             return
 
 
+def has_tokenizer(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json"))
+
+
 def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: str | os.PathLike[str]) -> None:
     """Write tokenizer.json and tokenizer_config.json so that stock transformers 4 and 5 load equal ids.
 
