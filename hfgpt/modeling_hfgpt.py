@@ -292,6 +292,6 @@ def new_model(
     model = GPT2LMHeadModel(model_config(size, vocab_size=len(tokenizer), **ids))
     if model.generation_config.pad_token_id is None:  # a batch of prompts needs one; GPT-2 names none
         model.generation_config.pad_token_id = tokenizer.eos_token_id
-    if weights:
+    if weights and model.device.type != "meta":  # where it is a shape alone
         model.load_state_dict(weights)
     return model

@@ -117,6 +117,18 @@ def test_a_run_goes_on_as_another_kind(launch, tmp_path):
 
 
 @pytest.mark.slow
+def test_given_weights_reach_all_processes(launch, tmp_path):
+    first = launch("one", "first", "--max_steps", "2")
+    begin = ["--init_from", str(first / "checkpoint-2"), "--tokenizer", str(first / "checkpoint-2"), "--max_steps", "1"]
+    begin += ["--eval_steps", "1", "--seed", "7"]
+    one = launch("one", "one", "--per_device_train_batch_size", "8", *begin)
+    for kind in ("ddp", "fsdp2"):
+        assert_same(one, launch(kind, kind, "--per_device_train_batch_size", "4", *begin))
+    [start] = lines(one, "loss")
+    assert start["loss"] < lines(first)[0]["loss"] - 0.05  # not random ones
+
+
+@pytest.mark.slow
 def test_sharing_the_model_serves_bf16_and_recomputation(launch):
     """Near to float32; the precision of the weights and of the loss stays."""
     exact = launch("one", "exact")

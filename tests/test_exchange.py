@@ -262,7 +262,7 @@ def test_stock_transformers_gives_our_logits_in_both_kinds_of_attention(checkpoi
 
 def test_float16_that_would_overflow_and_broken_checkpoints_are_refused(tmp_path):
     tokenizer = load_tokenizer("char", lambda: [CHARACTERS], 16)
-    model = new_model({"n_layer": 1, "n_head": 1, "n_embd": 8, "n_positions": 16}, tokenizer)
+    model = new_model({"n_layer": 1, "n_head": 1, "n_embd": 8, "n_positions": 16}, tokenizer, seed=0)
     model.transformer.ln_f.weight.data[3] = -70000.0
     model.save_pretrained(tmp_path / "model")
     save_tokenizer(tokenizer, tmp_path / "model")
@@ -277,7 +277,7 @@ def test_float16_that_would_overflow_and_broken_checkpoints_are_refused(tmp_path
 def test_what_an_export_reads_from_elsewhere_is_made_whole(tmp_path):
     """Old mask buffers and padded rows are left behind; the stock folder says no model_max_length."""
     tokenizer = load_tokenizer("bpe-300", lambda: [CHARACTERS], 10**30)
-    model = new_model({"n_layer": 1, "n_head": 1, "n_embd": 8, "n_positions": 16}, tokenizer)
+    model = new_model({"n_layer": 1, "n_head": 1, "n_embd": 8, "n_positions": 16}, tokenizer, seed=0)
     model.resize_token_embeddings(-(-len(tokenizer) // 64) * 64)
     model.save_pretrained(tmp_path / "model")
     save_tokenizer(tokenizer, tmp_path / "model")
