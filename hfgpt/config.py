@@ -52,6 +52,20 @@ class Batch:
     def blocks_per_step(self) -> int:
         return self.micro_batch * self.accumulation * self.processes
 
+    def cuts(self) -> list[Batch]:
+        """All ways to cut the same step on the same processes, from the smallest micro-batch."""
+        blocks = self.micro_batch * self.accumulation
+        sizes = (size for size in range(1, blocks + 1) if blocks % size == 0)
+        return [dataclasses.replace(self, micro_batch=size, accumulation=blocks // size) for size in sizes]
+
+    def halved(self) -> Batch | None:
+        """The same step with half the micro-batch, or the next smaller one that fits it; None at one block."""
+        return max(
+            (cut for cut in self.cuts() if 2 * cut.micro_batch <= self.micro_batch),
+            key=lambda cut: cut.micro_batch,
+            default=None,
+        )
+
     @property
     def tokens_per_step(self) -> int:
         return self.blocks_per_step * self.sequence_length
@@ -82,7 +96,9 @@ class PretrainConfig:
     streaming: bool | Auto = _f("auto", "stream documents, or hold the text in memory; auto: by size")
     sequence_length: int = _f(1024, "tokens per sequence in training", POSITIVE)
     tokens_per_step: int | None = _f(None, "target tokens in one step over all processes", POSITIVE)
-    per_device_train_batch_size: int = _f(8, "micro-batch: sequences per forward pass on one process", POSITIVE)
+    per_device_train_batch_size: int | Auto = _f(
+        8, "micro-batch: sequences per forward pass on one process; auto: the fastest that fits, measured", POSITIVE
+    )
     gradient_accumulation_steps: int | None = _f(None, "micro-batches per step; follows from tokens_per_step", POSITIVE)
     per_device_eval_batch_size: int | None = _f(
         None, "sequences per forward pass in evaluation; default: as training", POSITIVE
@@ -204,18 +220,22 @@ class PretrainConfig:
         return config
 
     def batch(self, processes: int) -> Batch:
-        """How one step is cut over `processes`. Raises UserError with sizes that fit when it cannot be."""
-        per_pass = self.per_device_train_batch_size * self.sequence_length * processes
+        """How one step is cut over `processes`; where the micro-batch is to be found, in ones of a single block.
+
+        Raises UserError with sizes that fit when it cannot be.
+        """
+        micro_batch = 1 if isinstance(self.per_device_train_batch_size, str) else self.per_device_train_batch_size
+        per_pass = micro_batch * self.sequence_length * processes
         stated, accumulation = self.tokens_per_step, self.gradient_accumulation_steps
         parts = (
-            f"per_device_train_batch_size={self.per_device_train_batch_size} x sequence_length="
+            f"per_device_train_batch_size={micro_batch} x sequence_length="
             f"{self.sequence_length} x {processes} process{'es' if processes > 1 else ''} = {per_pass}"
         )
         if accumulation is None:
             if stated is not None and stated % per_pass:
                 low = max(stated // per_pass, 1) * per_pass
                 blocks, rest = divmod(stated, self.sequence_length * processes)
-                largest = min(blocks, 4 * self.per_device_train_batch_size)
+                largest = min(blocks, 4 * micro_batch)
                 fits = [] if rest else [str(size) for size in range(1, largest + 1) if blocks % size == 0]
                 raise UserError(
                     f"tokens_per_step={stated} is not a multiple of {parts}; tokens_per_step={low} or {low + per_pass} "
@@ -227,7 +247,7 @@ class PretrainConfig:
                 f"tokens_per_step={stated} and gradient_accumulation_steps={accumulation} disagree: {parts}, times "
                 f"{accumulation} is {per_pass * accumulation}; leave one of the two out"
             )
-        return Batch(self.per_device_train_batch_size, self.sequence_length, accumulation, processes)
+        return Batch(micro_batch, self.sequence_length, accumulation, processes)
 
     def total_steps(self, batch: Batch, epoch_blocks: int | None) -> int:
         """Length of the run; `epoch_blocks`: blocks in one pass over the text, None where that is not known."""
@@ -254,7 +274,7 @@ class PretrainConfig:
         problems = []
         for spec in dataclasses.fields(self):
             must, value = spec.metadata["must"], getattr(self, spec.name)
-            if must and value is not None and not _RULES[must](value):
+            if must and not isinstance(value, str | None) and not _RULES[must](value):
                 problems.append(f"{spec.name}={value}: must be {must}")
         sizes_fine = not problems
         if self.seed >= 2**63:
@@ -277,6 +297,13 @@ class PretrainConfig:
             problems.append(
                 f"ddp_timeout={self.ddp_timeout:g}: must be above stream_timeout={self.stream_timeout:g}, for which a "
                 "process may wait for its text while the others wait for it"
+            )
+        if self.per_device_train_batch_size == AUTO and (
+            self.tokens_per_step is None or self.gradient_accumulation_steps is not None
+        ):
+            problems.append(
+                "per_device_train_batch_size=auto: is found for a stated step; give tokens_per_step, and no "
+                "gradient_accumulation_steps"
             )
         if self.init_from is not None and self.tokenizer.startswith("bpe-"):
             problems.append(

@@ -23,7 +23,7 @@ from transformers.trainer_callback import TrainerControl, TrainerState
 
 from hfgpt import checkpoint
 from hfgpt.callbacks import CallbackArguments, MFUCallback, PerplexityCallback, callback_handler
-from hfgpt.config import PretrainConfig
+from hfgpt.config import AUTO, Batch, PretrainConfig
 from hfgpt.data import TextData, prepare_again, prepare_data, told_counts
 from hfgpt.data.position import resumed_position
 from hfgpt.data.stream import StepBatch, batch_hash, iterate, named_documents, side_by_side
@@ -34,9 +34,10 @@ from hfgpt.evaluation import evaluate
 from hfgpt.flops import parameter_counts
 from hfgpt.guard import Step, StepGuard, StepResult
 from hfgpt.hub import model_card
+from hfgpt.micro_batch import MemoryRanOut, MemoryWatch, candidates, fastest, release_memory
 from hfgpt.modeling_hfgpt import document_attention, new_model
 from hfgpt.optim import LearningRate, build_optimizer
-from hfgpt.plan import Plan, check_memory, run_facts
+from hfgpt.plan import Plan, check_memory, memory_estimate_bytes, run_facts
 from hfgpt.run_folder import RunFolder
 from hfgpt.signals import Interrupted, StopSignals
 from hfgpt.training_state import changed_settings, read_state
@@ -51,6 +52,8 @@ class Pretrainer:
     `train()` prepares everything, runs to the last step, and returns the newest evaluation record.
     Raises UserError, before anything is written, for a run that cannot work.
     """
+
+    batch: Batch  # becomes smaller where memory runs out
 
     def __init__(self, config: PretrainConfig, callbacks: Sequence[TrainerCallback] = ()) -> None:
         self.config = config
@@ -76,8 +79,7 @@ class Pretrainer:
             mine, whole = batch or self.next_batch()
             batch = None
             self.control = self.handler.on_step_begin(self.args, self.state, self.control)
-            step = self.state.global_step + 1
-            self.after_step(whole, self.training_step(*self.to_tensors(mine.blocks), step=step))
+            self.after_step(whole, self.take_step(mine.blocks, self.state.global_step + 1))
         missing = self.config.eval_steps and self.evaluation_step != self.max_steps == self.state.global_step
         if missing and self.evaluate() is None:  # a signal broke it off before, and the checkpoint says so
             self.stop(next(filter(None, self.host.gather(self.signals.fault()))))
@@ -134,6 +136,31 @@ class Pretrainer:
             return "no checkpoint has been written"
         return "continue with --resume_from_checkpoint latest"
 
+    def take_step(self, blocks: np.ndarray, step: int) -> StepResult:
+        """`training_step`; again from its beginning, in smaller micro-batches, where memory runs out."""
+        tensors = self.to_tensors(blocks)
+        while True:
+            try:
+                return self.training_step(*tensors, step=step)
+            except MemoryRanOut:
+                pass  # what the failed one holds is freed with its traceback
+            self.optimizer.zero_grad()
+            release_memory(self.accelerator.device)
+            before = self.batch
+            smaller = before.halved()
+            if smaller is None:
+                raise RunError(
+                    f"out of memory in step {step} with micro-batches of one sequence; use a smaller model, or "
+                    "--gradient_checkpointing true"
+                )
+            self.batch = smaller
+            cut = {"micro_batch": smaller.micro_batch, "accumulation": smaller.accumulation}
+            self._record(event="oom_retry", for_step=step, micro_batch_before=before.micro_batch, **cut)
+            logger.warning(
+                "out of memory in step %d: it is done again, micro-batch %d x accumulation %d from here on",
+                *(step, smaller.micro_batch, smaller.accumulation),
+            )
+
     def training_step(self, input_ids: Tensor, shift_labels: Tensor, *, step: int) -> StepResult:
         """One optimizer update of step number `step` (from 1) on this process's share, (rows, T) each.
 
@@ -156,11 +183,12 @@ class Pretrainer:
             last = index == len(micro_batches)
             if self.sharded:
                 self.raw_model.set_requires_gradient_sync(last)
-            with nullcontext() if last or self.sharded else accelerator.no_sync(self.model), accelerator.autocast():
+            no_sync = nullcontext() if last or self.sharded else accelerator.no_sync(self.model)
+            with self.memory.micro_batch(index, len(micro_batches)), no_sync, accelerator.autocast():
                 options = {"num_items_in_batch": num_targets, **self.attention(ids)}
                 micro_loss = self.model(input_ids=ids, shift_labels=labels, **options).loss
                 accelerator.backward(micro_loss * world)  # the exchange takes the mean over processes
-            micro_losses.append(micro_loss.detach())
+                micro_losses.append(micro_loss.detach())
         loss = sum(micro_losses, torch.zeros_like(micro_losses[0]))
         if world > 1:
             loss = accelerator.reduce(loss, "sum")
@@ -209,6 +237,11 @@ class Pretrainer:
         if self.sharded and self.precision.name == "fp16":
             raise UserError("mixed_precision fp16: its loss scaling does not serve FSDP2; use bf16, or DDP")
         self.config = config = self.host.from_main(partial(settled, config, self.resumed_from))
+        if self.sharded and config.per_device_train_batch_size == AUTO:
+            raise UserError(
+                "per_device_train_batch_size=auto: processes that share the model cannot try what may not fit one of "
+                "them; state a number"
+            )
         self.batch = config.batch(accelerator.num_processes)
         self.shares = accelerator.num_processes if self.sharded else 1
         check_memory(config, self.batch, self.precision.name, memory_bytes(device), self.shares)
@@ -243,8 +276,13 @@ class Pretrainer:
         if self.resumed_from:
             position, wall_seconds = self._restore(self.resumed_from)
         self.model = model if self.sharded else accelerator.prepare(model)
-        self.optimizer = accelerator.prepare(self.raw_optimizer)
+        self.optimizer: Any = accelerator.prepare(self.raw_optimizer)
         self.model.train()
+        self.memory = MemoryWatch(self.host, self.sharded)
+        if config.per_device_train_batch_size == AUTO:
+            self.batch, rates = self._fastest_cut()
+            shown = ", ".join(f"{size}: {rate:,.0f}" if rate else f"{size}: too large" for size, rate in rates.items())
+            self.data.description.append(f"micro-batch: tokens/s by size, measured: {shown}")
         self.batches = iterate(
             self.data.train,
             position,
@@ -274,6 +312,32 @@ class Pretrainer:
         self.guard = StepGuard(self.run, self.host, partial(named_documents, self.data.train, decode))
         self.saver = checkpoint.Saver(self.run, config.save_total_limit, config.max_failed_saves)
         self.saved_step = self.state.global_step if self.resumed_from else None
+
+    def _fastest_cut(self) -> tuple[Batch, dict[int, float | None]]:
+        """The cut of the step with most tokens per second, measured on random tokens, and what was measured."""
+        config, device, model_config = self.config, self.accelerator.device, self.raw_model.config
+
+        def needed_bytes(batch: Batch) -> int:
+            checkpointing = config.gradient_checkpointing
+            return memory_estimate_bytes(model_config, batch, self.precision.name, checkpointing)
+
+        def trial(batch: Batch) -> None:
+            ids = torch.randint(model_config.vocab_size, (batch.micro_batch, batch.sequence_length), device=device)
+            with self.accelerator.no_sync(self.model), self.accelerator.autocast():
+                options = {"num_items_in_batch": ids.numel(), **self.attention(ids)}
+                self.model(input_ids=ids, shift_labels=ids, **options).loss.backward()
+
+        cuda = device.type == "cuda"  # elsewhere a process that takes too much memory is killed
+        cuts = candidates(self.batch, needed_bytes, int(0.9 * memory_bytes(device)), beyond=cuda)
+        moments = (
+            sum(8 * p.numel() for p in self.raw_model.parameters()) if cuda and not self.raw_optimizer.state else 0
+        )
+        place = torch.empty(moments, dtype=torch.uint8, device=device)  # what the first step will take
+        best = fastest(cuts, trial, self.host, device)
+        del place
+        self.optimizer.zero_grad()
+        release_memory(device)
+        return best
 
     def start_run(self) -> None:
         """run.json, and the record that the run starts or goes on."""

@@ -1,0 +1,155 @@
+"""The micro-batch that fits: what memory running out changes in a run (nothing), and what is found by measurement."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+
+import pytest
+import torch
+from running import TWO, hashes, records, same_weights
+from test_distributed import FLAGS, lines
+
+from hfgpt import Pretrainer
+from hfgpt.config import Batch
+from hfgpt.errors import RunError, UserError
+from hfgpt.micro_batch import candidates, fastest
+
+
+class Small(Pretrainer):
+    """On a device that has room for micro-batches of `rows` at most, as far as the model can tell."""
+
+    rows = 4
+
+    def setup(self):
+        super().setup()
+        plain = self.raw_model.forward
+
+        def forward(*args, input_ids, **options):
+            if len(input_ids) > self.rows and torch.is_grad_enabled():
+                raise torch.OutOfMemoryError("no room")
+            return plain(*args, input_ids=input_ids, **options)
+
+        self.raw_model.forward = forward
+
+
+def run(kind, config, name="run", **settings):
+    step = {"tokens_per_step": 256, "gradient_accumulation_steps": None, "max_steps": 4}
+    pretrainer = kind(config(name, eval_steps=2, **step, **settings))
+    pretrainer.train()
+    return pretrainer
+
+
+def test_running_out_of_memory_gives_the_run_of_the_smaller_micro_batch_bit_for_bit(config):
+    """With dropout too: the step begins anew, with its random numbers."""
+    dropout = {"n_layer": 1, "n_head": 1, "n_embd": 16, "n_positions": 16, "resid_pdrop": 0.1, "embd_pdrop": 0.1}
+    settings = {"model": dropout}
+    small = run(Pretrainer, config, "small", per_device_train_batch_size=4, **settings)
+    large = run(Small, config, "large", per_device_train_batch_size=16, **settings)
+    assert hashes(small) == hashes(large) and same_weights(small, large)
+    for key in ("loss", "grad_norm", "eval_loss"):
+        assert [line[key] for line in records(large, key)] == [line[key] for line in records(small, key)]
+    retries = [line for line in records(large, "event") if line["event"] == "oom_retry"]
+    assert [(line["for_step"], line["micro_batch_before"], line["micro_batch"]) for line in retries] == [
+        (1, 16, 8),
+        (1, 8, 4),
+    ]
+    assert [line["accumulation"] for line in retries] == [2, 4]
+    assert large.batch == Batch(4, 16, 4, 1)
+
+
+def test_one_sequence_that_does_not_fit_ends_the_run_with_a_way_out(config, monkeypatch):
+    monkeypatch.setattr(Small, "rows", 0)
+    with pytest.raises(RunError, match="out of memory in step 1 with micro-batches of one sequence; use a smaller"):
+        run(Small, config, per_device_train_batch_size=2)
+
+
+def test_half_of_a_micro_batch_that_has_none_is_the_next_smaller_one():
+    assert Batch(9, 16, 2, 1).halved() == Batch(3, 16, 6, 1)
+    assert Batch(7, 16, 1, 1).halved() == Batch(1, 16, 7, 1)
+    assert Batch(1, 16, 8, 1).halved() is None
+
+
+ON_ONE = """
+import os
+import torch
+from hfgpt import PretrainConfig, run_recipe
+from test_micro_batch import Small
+
+Small.rows = 2 if os.environ["RANK"] == "1" else 1000
+run_recipe(lambda: Small(PretrainConfig.from_cli()).train())
+"""
+
+
+@pytest.mark.slow
+def test_memory_that_runs_out_on_one_process_is_met_by_all(tmp_path, document_folder):
+    (tmp_path / "recipe.py").write_text(ON_ONE)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+    environment["PYTHONPATH"] = os.pathsep.join([os.path.dirname(__file__), os.environ.get("PYTHONPATH", "")])
+    for name, size in (("two", "2"), ("four", "4")):
+        flags = ["--dataset", str(document_folder), *FLAGS, "--output_dir", str(tmp_path / name), "--max_steps", "3"]
+        command = [*TWO, str(tmp_path / "recipe.py"), *flags, "--per_device_train_batch_size", size]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+        assert done.returncode == 0, done.stderr
+    two, four = tmp_path / "two", tmp_path / "four"
+    assert (two / "ledger.jsonl").read_text() == (four / "ledger.jsonl").read_text()
+    assert [line["loss"] for line in lines(two)] == [line["loss"] for line in lines(four)]
+    [retry] = [line for line in lines(four, "event") if line["event"] == "oom_retry"]
+    assert (retry["micro_batch"], retry["accumulation"]) == (2, 4)
+
+
+class Alone:
+    world = 1
+
+    def gather(self, value):
+        return [value]
+
+
+def test_the_fastest_cut_is_found_by_measurement_not_by_size(monkeypatch):
+    """A device on which 4 rows take hardly more than 1, 8 take long, and 16 do not fit."""
+    now = 0.0
+
+    def trial(cut):
+        nonlocal now
+        if cut.micro_batch == 16:
+            raise torch.OutOfMemoryError
+        now += {1: 1.0, 2: 1.1, 4: 1.2, 8: 4.0}[cut.micro_batch]
+
+    monkeypatch.setattr("hfgpt.micro_batch.time.perf_counter", lambda: now)
+    cuts = Batch(1, 10, 16, 1).cuts()
+    best, rates = fastest(cuts, trial, Alone(), torch.device("cpu"))
+    assert best == Batch(4, 10, 4, 1)
+    assert rates == {1: 10.0, 2: pytest.approx(20 / 1.1), 4: pytest.approx(40 / 1.2), 8: 20.0, 16: None}
+    with pytest.raises(UserError, match="none of 16 fits"):
+        fastest(cuts[-1:], trial, Alone(), torch.device("cpu"))
+
+
+def test_candidates_are_the_largest_that_fit_and_halves_of_them():
+    cuts = Batch(1, 10, 48, 1)
+
+    def sizes(available, beyond=False):
+        return [cut.micro_batch for cut in candidates(cuts, lambda cut: cut.micro_batch, available, beyond)]
+
+    assert sizes(13) == [12, 6, 3, 1] and sizes(1000) == [48, 24, 12, 6] and sizes(1) == [1]
+    assert sizes(13, beyond=True) == [16, 8, 4, 2] and sizes(48, beyond=True) == [48, 24, 12, 6]
+    with pytest.raises(UserError, match="one sequence of 10 tokens needs"):
+        sizes(0)
+
+
+@pytest.mark.slow
+def test_auto_trains_the_stated_step(config):
+    """Whatever is found: the text and, but for rounding, the losses are those of any other cut."""
+    found = run(Pretrainer, config, "found", per_device_train_batch_size="auto")
+    stated = run(Pretrainer, config, "stated", per_device_train_batch_size=2)
+    assert found.batch.tokens_per_step == 256 and found.batch in stated.batch.cuts()
+    assert hashes(found) == hashes(stated)
+    losses = [[line["loss"] for line in records(pretrainer)] for pretrainer in (found, stated)]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
+    assert any(line.startswith("micro-batch: tokens/s by size, measured: ") for line in found.plan.text)
+
+
+def test_auto_needs_the_step_stated(config):
+    for wrong in ({"gradient_accumulation_steps": None}, {"tokens_per_step": 256}):
+        with pytest.raises(UserError, match="per_device_train_batch_size=auto: is found for a stated step"):
+            config(per_device_train_batch_size="auto", **wrong)
+    assert config(per_device_train_batch_size="auto", tokens_per_step=256, gradient_accumulation_steps=None)
