@@ -30,9 +30,9 @@ from hfgpt.device import choose_compile, device_name, memory_bytes, peak_memory_
 from hfgpt.distributed import HostGroup, shard, take_sharding
 from hfgpt.errors import RunError, UserError
 from hfgpt.evaluation import evaluate
-from hfgpt.flops import parameter_counts
 from hfgpt.guard import Step, StepGuard, StepResult
-from hfgpt.hub import model_card
+from hfgpt.hub import check_push, push_trained
+from hfgpt.model_card import model_card
 from hfgpt.modeling_hfgpt import document_attention, new_model
 from hfgpt.optim import LearningRate, build_optimizer
 from hfgpt.plan import Plan, check_memory, run_facts
@@ -75,7 +75,10 @@ class Pretrainer:
             missing = self.config.eval_steps and self.evaluation_step != self.max_steps == self.state.global_step
             if missing and self.evaluate() is None:  # a signal broke it off before, and the checkpoint says so
                 self.stop(next(filter(None, self.host.gather(self.signals.fault()))))
-            return self.finish()
+            self.finish()
+        if self.config.push_to_hub and self.run.writes:  # the other processes, and the hold on the folder, are gone
+            push_trained(self.config, self.run.checkpoint(self.state.global_step))
+        return self.evaluation
 
     def next_batch(self) -> tuple[StepBatch, StepBatch]:
         """The next step's blocks: this process's share, and the whole of all processes.
@@ -178,6 +181,8 @@ class Pretrainer:
         self.run = RunFolder(config.output_dir, writes=accelerator.is_main_process)
         self.host.from_main(self.run.check_writable)
         self.host.from_main(self.run.check_free)
+        if config.push_to_hub:
+            self.host.from_main(partial(check_push, config))
         self.resumed_from = self.host.from_main(
             partial(checkpoint.find_checkpoint, self.run, config.resume_from_checkpoint)
         )
@@ -249,8 +254,9 @@ class Pretrainer:
         step = self.state.global_step
         self.host.from_main(self.run.claim)
         self.started = True
+        self.facts = run_facts(self.run_id, self.plan, self.data.train.fingerprint)
         if not (self.resumed_from and self.run.run_json.exists()):
-            self.run.start(run_facts(self.run_id, self.plan, self.data.train.fingerprint))
+            self.run.start(self.facts)
         if self.run.writes:
             checkpoint.go_on_from(self.run, self.resumed_from, step, self.config.save_total_limit)
         if self.resumed_from:
@@ -334,7 +340,7 @@ class Pretrainer:
         if self.accelerator.is_main_process:
             trainer, fingerprint = self._trainer_state(), self.data.train.fingerprint
             data = {"fingerprint": fingerprint, "position": self.position}
-            card = model_card(self.config, fingerprint, parameter_counts(self.raw_model.config).total, trainer)
+            card = model_card(self.facts, fingerprint, trainer)
             files = partial(checkpoint.write_files, self.raw_model, self.data.tokenizer, tensors, trainer, data, card)
             self.saver.start(step, files, rotate=self.guard.skipped_in_a_row == 0)
         self.mfu_callback.on_save(self.args, self.state, self.control)  # the copy is outside the clock
