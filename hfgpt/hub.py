@@ -6,6 +6,7 @@ import json
 import logging
 import re
 import shlex
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any, TypeVar
 
 from huggingface_hub import CommitOperationAdd, HfApi, ModelCard, constants, get_token
 from huggingface_hub.errors import HFValidationError
-from huggingface_hub.utils import validate_repo_id
+from huggingface_hub.utils import disable_progress_bars, validate_repo_id
 
 from hfgpt.config import PretrainConfig
 from hfgpt.data.remote import asked_pause, deadline, first_line, is_passing, quiet_hub
@@ -59,18 +60,22 @@ def push(
     if problems := verify(folder)["problems"]:
         raise RunError(f"checkpoint {folder} is not pushed: {'; '.join(problems)}")
     api = HfApi(token=token)
+    if not sys.stderr.isatty():
+        disable_progress_bars()
     try:
         with quiet_hub():
             name = repo_id if "/" in repo_id else f"{_patiently(api.whoami)['name']}/{repo_id}"
             files = _files(folder, name, license, language)
             _patiently(lambda: api.create_repo(name, private=private, exist_ok=True))
             if private and not _patiently(lambda: api.model_info(name)).private:
-                raise RunError("it is public; name another one, or make it private in its settings")
+                raise RunError(f"{name} is public, and nothing was pushed to it; name another one, or change it there")
             if revision is not None:
                 _patiently(lambda: api.create_branch(name, branch=revision, exist_ok=True))
             commit = _patiently(lambda: _commit(api, name, files, revision), _size(files))
             if tag is not None:
                 _tag(api, name, tag, commit.oid)
+    except RunError:
+        raise
     except Exception as error:
         options = {"--revision": revision, "--tag": tag, "--license": license, "--language": language}
         given = [part for key, value in options.items() if value is not None for part in (key, value)]
@@ -158,7 +163,7 @@ def _tag(api: HfApi, repo_id: str, tag: str, commit: str) -> None:
     _patiently(lambda: api.create_tag(repo_id, tag=tag, revision=commit, exist_ok=True))
     there = {ref.name: ref.target_commit for ref in _patiently(lambda: api.list_repo_refs(repo_id)).tags}
     if there.get(tag, commit) != commit:
-        raise RunError(f"the model is there, but tag {tag} already names commit {there[tag][:12]}; choose another")
+        raise RunError(f"pushed to {repo_id}, but tag {tag} already names commit {there[tag][:12]}; choose another tag")
 
 
 def _size(files: dict[str, Path | bytes]) -> int:
@@ -186,11 +191,18 @@ def _patiently(call: Callable[[], T], size_bytes: int = 0, tries: int = TRIES) -
 
 def _cause(error: Exception, repo_id: str, token: str) -> str:
     """One line, without the token."""
-    told = dict.fromkeys(first_line(part) for part in (error, error.__cause__) if part is not None)
-    cause = _without_queries(": ".join(told)).replace(token, "(token)")
-    if getattr(getattr(error, "response", None), "status_code", None) in (401, 403, 404):
-        cause += f"; log in with `hf auth login`, or set HF_TOKEN to a token that may write to {repo_id}"
-    return cause
+    response = getattr(error, "response", None)
+    if response is None:
+        causes = [] if isinstance(error, ValueError) else [error.__cause__]  # a wrong card is told by its own text
+        cause = ": ".join(" ".join(str(part).split()) or type(part).__name__ for part in (error, *causes) if part)
+    else:
+        message = getattr(error, "server_message", None)
+        cause = f"{response.status_code} {response.reason_phrase} from {response.url}" + (
+            message and f": {message}" or ""
+        )
+        if response.status_code in (401, 403, 404):
+            cause += f"; log in with `hf auth login`, or set HF_TOKEN to a token that may write to {repo_id}"
+    return _without_queries(cause).replace(token, "(token)")
 
 
 def _without_queries(text: str) -> str:

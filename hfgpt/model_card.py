@@ -184,7 +184,7 @@ def _training(
     if plan := run.get("plan"):
         rows += [
             ("tokens per step", f"{plan['tokens_per_step']:,}"),
-            ("precision", f"{plan['precision']['name']} ({plan['precision']['reason']})"),
+            ("precision", {"no": "float32"}.get(plan["precision"]["name"], plan["precision"]["name"])),
             ("hardware", f"{plan['processes']} x {run['device']}"),
         ]
     rows.append(("seconds of training", f"{trainer['wall_seconds']:,.0f}"))
