@@ -193,13 +193,12 @@ def _cause(error: Exception, repo_id: str, token: str) -> str:
     """One line, without the token."""
     response = getattr(error, "response", None)
     if response is None:
-        causes = [] if isinstance(error, ValueError) else [error.__cause__]  # a wrong card is told by its own text
-        cause = ": ".join(" ".join(str(part).split()) or type(part).__name__ for part in (error, *causes) if part)
+        told = [error] if isinstance(error, ValueError) else filter(None, (error, error.__cause__))
+        cause = ": ".join(f"{type(part).__name__}: {' '.join(str(part).split()) or 'no message'}" for part in told)
     else:
-        message = getattr(error, "server_message", None)
-        cause = f"{response.status_code} {response.reason_phrase} from {response.url}" + (
-            message and f": {message}" or ""
-        )
+        cause = f"{response.status_code} {response.reason_phrase} from {str(response.url).split('?')[0]}"
+        if message := getattr(error, "server_message", None):
+            cause += f": {' '.join(message.split())}"
         if response.status_code in (401, 403, 404):
             cause += f"; log in with `hf auth login`, or set HF_TOKEN to a token that may write to {repo_id}"
     return _without_queries(cause).replace(token, "(token)")

@@ -134,10 +134,15 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def asked_pause(error: BaseException) -> float:
-    """Seconds that a server asks to be left alone by Retry-After, a number or a date, else 0."""
+    """Seconds that a server asks to be left alone, else 0: by Retry-After, a number or a date, or, like the Hub, by
+    `RateLimit: "api";r=0;t=55`.
+    """
     for cause in _causes(error):
-        with contextlib.suppress(AttributeError, KeyError, ValueError):
-            asked = cause.response.headers["Retry-After"]  # type: ignore[attr-defined]
+        headers = getattr(getattr(cause, "response", None), "headers", {})
+        if used_up := re.search(r";r=0;t=(\d+)", headers.get("RateLimit", "").replace(" ", "")):
+            return float(used_up[1])
+        with contextlib.suppress(KeyError, ValueError):
+            asked = headers["Retry-After"]
             return float(asked) if asked.isdecimal() else parsedate_to_datetime(asked).timestamp() - time.time()
     return 0.0
 
