@@ -12,14 +12,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from huggingface_hub import CommitOperationAdd, HfApi, ModelCard, constants, get_token
+from huggingface_hub import CommitOperationAdd, HfApi, ModelCard, ModelCardData, constants, get_token
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import disable_progress_bars, validate_repo_id
 
 from hfgpt.config import PretrainConfig
 from hfgpt.data.remote import asked_pause, deadline, first_line, is_passing, quiet_hub
 from hfgpt.errors import RunError, UserError
-from hfgpt.model_card import PLOT, curves, loss_plot, model_card, public
+from hfgpt.model_card import PLOT, curves, languages, loss_plot, model_card, public
 from hfgpt.run_folder import RunFolder
 from hfgpt.training_state import STATE, read_state
 from hfgpt.verify import verify
@@ -56,9 +56,10 @@ def push(
     The folder is only read. Raises UserError where nothing can be sent, and RunError for a folder that does not
     verify, of which nothing is sent, or an upload that fails, with the command to try again.
     """
-    folder, token = Path(folder), check_access(repo_id)
+    token = check_access(repo_id)
+    given, folder = folder, Path(folder).resolve()  # checkpoint-latest may come to point elsewhere meanwhile
     if problems := verify(folder)["problems"]:
-        raise RunError(f"checkpoint {folder} is not pushed: {'; '.join(problems)}")
+        raise RunError(f"checkpoint {given} is not pushed: {'; '.join(problems)}")
     api = HfApi(token=token)
     if not sys.stderr.isatty():
         disable_progress_bars()
@@ -78,10 +79,10 @@ def push(
         raise
     except Exception as error:
         options = {"--revision": revision, "--tag": tag, "--license": license, "--language": language}
-        given = [part for key, value in options.items() if value is not None for part in (key, value)]
-        again = shlex.join(["hfgpt", "push", str(folder), repo_id, *(["--private"] if private else []), *given])
+        flags = [part for key, value in options.items() if value is not None for part in (key, value)]
+        again = shlex.join(["hfgpt", "push", str(given), repo_id, *(["--private"] if private else []), *flags])
         cause = _cause(error, repo_id, token)
-        raise RunError(f"{folder} is whole, but was not pushed to {repo_id}: {cause}; try again: {again}") from None
+        raise RunError(f"{given} is whole, but was not pushed to {repo_id}: {cause}; try again: {again}") from None
     return str(commit.commit_url)
 
 
@@ -90,7 +91,9 @@ def check_access(repo_id: str) -> str:
     try:
         validate_repo_id(repo_id)
     except HFValidationError as error:
-        raise UserError(f"repository {repo_id!r}: {first_line(error)}; give user/name by hub_model_id") from None
+        raise UserError(
+            f"repository {repo_id!r}: {first_line(error)}; name it user/name (in a recipe by hub_model_id)"
+        ) from None
     if constants.HF_HUB_OFFLINE:
         raise UserError(f"repository {repo_id}: HF_HUB_OFFLINE is set, so nothing can be pushed; unset it")
     if (token := get_token()) is None:
@@ -104,16 +107,15 @@ def check_push(config: PretrainConfig) -> None:
     A Hub that cannot be reached now may be by then: that is only told.
     """
     token = check_access(config.hub_repo_id())
-    data = {"license": config.hub_license, "language": config.hub_language}
-    card = ModelCard("".join(["---\n", *(f"{key}: {value}\n" for key, value in data.items() if value), "---\n"]))
+    told = ModelCardData(license=config.hub_license, language=languages(config.hub_language))
     try:
         with quiet_hub():
             user = _patiently(HfApi(token=token).whoami, tries=2)
-            if len(card.data):
-                _patiently(card.validate, tries=2)
+            if told.to_dict():
+                _patiently(ModelCard(f"---\n{told}\n---\n").validate, tries=2)
     except Exception as error:
         cause = _cause(error, config.hub_repo_id(), token)
-        if not is_passing(error):
+        if not _may_pass(error):
             raise UserError(f"push_to_hub: {cause}") from None
         logger.warning("the Hub cannot be reached now (%s); training begins, and pushes at its end", cause)
         return
@@ -144,11 +146,10 @@ def _files(folder: Path, repo_id: str, license: str | None, language: str | None
         if curves(records):
             files[PLOT] = loss_plot(records)
             files[RECORDS] = "".join(json.dumps(record) + "\n" for record in records).encode()
-    card = ModelCard(text)
-    for key, value in (("license", license), ("language", language)):
-        if value is not None:
-            card.data[key] = value
-    if str(card).strip("-\n"):
+    if text or license or language:
+        card = ModelCard(text)
+        card.data["license"] = license or card.data.get("license")
+        card.data["language"] = languages(language) or card.data.get("language")
         files[CARD] = str(card).encode()
     return files
 
@@ -179,14 +180,16 @@ def _patiently(call: Callable[[], T], size_bytes: int = 0, tries: int = TRIES) -
                 return call()
         except Exception as error:
             tries -= 1
-            # A failing server may answer with a page that is no JSON.
-            may_pass = is_passing(error) or isinstance(error, json.JSONDecodeError)
-            if not may_pass or not tries or time.monotonic() - began > PATIENCE_SECONDS:
+            if not _may_pass(error) or not tries or time.monotonic() - began > PATIENCE_SECONDS:
                 raise
             seconds = min(max(pause, asked_pause(error)), LONGEST_PAUSE_SECONDS)
             logger.warning("the Hub: %s; trying again in %.0f s", _without_queries(first_line(error)), seconds)
             time.sleep(seconds)
             pause *= 2
+
+
+def _may_pass(error: Exception) -> bool:
+    return is_passing(error) or isinstance(error, json.JSONDecodeError)  # a failing server may answer with a page
 
 
 def _cause(error: Exception, repo_id: str, token: str) -> str:

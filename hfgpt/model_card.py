@@ -41,7 +41,7 @@ def model_card(
     text, commit = _text(config, fingerprint), fingerprint.get("dataset.commit")
     data = ModelCardData(
         license=config.get("hub_license"),
-        language=_list(config.get("hub_language")),
+        language=languages(config.get("hub_language")),
         datasets=[config["dataset"]] if commit else None,
         library_name="transformers",
         pipeline_tag="text-generation",
@@ -187,7 +187,7 @@ def _training(
             ("precision", {"no": "float32"}.get(plan["precision"]["name"], plan["precision"]["name"])),
             ("hardware", f"{plan['processes']} x {run['device']}"),
         ]
-    rows.append(("seconds of training", f"{trainer['wall_seconds']:,.0f}"))
+    rows.append(("seconds of training", f"{trainer['wall_seconds']:,.1f}"))
     source = next((record["peak_source"] for record in reversed(records) if record.get("tokens_per_second")), None)
     timed = [record for record in records if record.get("tokens_per_second") and record["peak_source"] == source]
     if timed:
@@ -206,7 +206,8 @@ def _table(rows: Iterable[tuple[str, Any]]) -> str:
     return "\n".join(["| | |", "|---|---|", *lines])
 
 
-def _list(names: str | None) -> list[str] | None:
+def languages(names: str | None) -> list[str] | None:
+    """Those of a comma-separated list."""
     return [name.strip() for name in names.split(",")] if names else None
 
 

@@ -112,7 +112,7 @@ def test_pushed_model_loads_anywhere_with_the_same_logits(folder, tmp_path):
     before = state_of(folder.parent)
     with HubServer({}, token=TOKEN) as server:
         push = ["-m", "hfgpt.cli", "push", str(folder.parent / "checkpoint-latest"), "me/tiny"]
-        options = ["--private", "--tag", "v1", "--license", "mit", "--language", "en"]
+        options = ["--private", "--tag", "v1", "--license", "mit", "--language", "en,de"]
         first = command(server, tmp_path, *push, *options)
         assert (first.returncode, first.stderr) == (0, "") and first.stdout.startswith(
             f"pushed to {server.url}/me/tiny"
@@ -136,7 +136,7 @@ def test_pushed_model_loads_anywhere_with_the_same_logits(folder, tmp_path):
         path.read_text(errors="ignore") for path in folder.parent.rglob("*") if path.is_file()
     )
     card = ModelCard(files["README.md"].decode())
-    assert (card.data.license, card.data.language) == ("mit", "en")
+    assert (card.data.license, card.data.language) == ("mit", ["en", "de"])
 
 
 def test_the_card_says_what_was_measured_and_is_valid(folder, client, verified):
@@ -289,6 +289,9 @@ def test_a_folder_without_training_state_brings_its_own_card(folder, client, ver
     assert files.keys() == MODEL | {"README.md", ".gitattributes"}
     card = ModelCard(files["README.md"].decode())
     assert (card.data.tags, card.data.license) == (["mine"], "mit") and "# Mine" in card.text
+    (folder / "README.md").unlink()
+    assert hub._files(folder, "me/tiny", None, None).keys() == MODEL
+    assert b"license: mit" in hub._files(folder, "me/tiny", "mit", None)["README.md"]
 
 
 @pytest.mark.parametrize(("name", "told"), [("a/b/c", "give user/name"), ("me/ti ny", "give user/name")])
