@@ -223,6 +223,14 @@ def test_a_fault_that_passes_ends_in_one_whole_commit(folder, client, verified, 
     assert all(pause <= 2 for pause in pauses) and state_of(folder.parent) == before
 
 
+def test_a_server_that_does_not_answer_is_tried_again(folder, client, verified, monkeypatch):
+    monkeypatch.setattr(hub, "TRY_SECONDS", 1.0)
+    with HubServer({}, token=TOKEN, faults=Faults(1, ["stall"], on="POST .*/(create|commit)")) as server:
+        client(server)
+        hub.push(folder, "me/tiny")
+        assert server.files("models/me/tiny").keys() >= PUSHED and len(server.commits["models/me/tiny"]) == 2
+
+
 @pytest.mark.parametrize(
     ("kind", "tries"), [("429", hub.TRIES), ("500", hub.TRIES), ("403", 1), ("401", 1), ("404", 1)]
 )
@@ -294,7 +302,7 @@ def test_a_folder_without_training_state_brings_its_own_card(folder, client, ver
     assert b"license: mit" in hub._files(folder, "me/tiny", "mit", None)["README.md"]
 
 
-@pytest.mark.parametrize(("name", "told"), [("a/b/c", "give user/name"), ("me/ti ny", "give user/name")])
+@pytest.mark.parametrize(("name", "told"), [("a/b/c", "name it user/name"), ("me/ti ny", "name it user/name")])
 def test_wrong_names_are_refused_before_anything(folder, client, name, told):
     with HubServer({}, token=TOKEN) as server:
         client(server)
@@ -344,8 +352,9 @@ def test_a_push_that_fails_leaves_a_finished_run(config, client, verified):
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"hub_model_id": "a/b/c"}, "give user/name"),
+        ({"hub_model_id": "a/b/c"}, "name it user/name"),
         ({"hub_license": "homemade"}, "license"),
+        ({"hub_license": "mit", "hub_language": "en, english"}, "language"),
         ({"role": "read"}, "may only read"),
         ({"token": "hf_OTHER"}, "hf auth login"),
         ({"offline": True}, "HF_HUB_OFFLINE"),
