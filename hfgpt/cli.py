@@ -221,6 +221,25 @@ def _quiet_transformers() -> None:
     logging.set_verbosity_error()
 
 
+@app.command()
+def push(
+    checkpoint: Annotated[Path, typer.Argument(help="Checkpoint folder.")],
+    repository: Annotated[str, typer.Argument(help="user/name on the Hub; a name alone is the token's user's.")],
+    private: Annotated[bool, typer.Option("--private", help="Make it private; refuses one that is public.")] = False,
+    revision: Annotated[str | None, typer.Option("--revision", help="Branch; made if there is none.")] = None,
+    tag: Annotated[str | None, typer.Option("--tag", help="Name for the commit.")] = None,
+    license: Annotated[str | None, typer.Option("--license", help="For the card, such as apache-2.0.")] = None,
+    language: Annotated[str | None, typer.Option("--language", help="For the card, such as en.")] = None,
+) -> None:
+    """Verify a checkpoint and upload its model files, with a card of the run's facts, to the Hub in one commit.
+
+    Optimizer and text position stay here. Example: hfgpt push out/run/checkpoint-latest me/tiny --private
+    """
+    from hfgpt.hub import push as pushed
+
+    print(f"pushed to {pushed(checkpoint, repository, private or None, revision, tag, license, language)}")
+
+
 def _tell(facts: dict[str, Any], what: str, as_json: bool) -> None:
     """Print the facts of a check; raises RunError with its problems, if any."""
     if as_json:

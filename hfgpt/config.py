@@ -140,6 +140,11 @@ class PretrainConfig:
     dataloader_num_workers: int = _f(1, "processes that read and tokenise streamed text ahead", NOT_NEGATIVE)
     ddp_timeout: float = _f(1800.0, "seconds after which a process that does not answer ends the run", POSITIVE)
     report_to: str = _f("none", "trackers, comma-separated: tensorboard, wandb, trackio, mlflow")
+    push_to_hub: bool = _f(False, "upload the model to the Hub after the last step")
+    hub_model_id: str | None = _f(None, "user/name there, or name; default: the name of output_dir")
+    hub_private_repo: bool | None = _f(None, "whether a new repository is private; default: the account's")
+    hub_license: str | None = _f(None, "license told in the model card, such as apache-2.0")
+    hub_language: str | None = _f(None, "languages told in the model card, comma-separated, such as en")
 
     def __post_init__(self) -> None:
         hints = typing.get_type_hints(type(self))
@@ -266,6 +271,10 @@ class PretrainConfig:
     def end_learning_rate(self) -> float:
         """Learning rate after the decay."""
         return 0.1 * self.learning_rate if self.min_learning_rate is None else self.min_learning_rate
+
+    def hub_repo_id(self) -> str:
+        """Where to push: user/name, or a name alone, which is the token's user's."""
+        return self.hub_model_id or Path(self.output_dir).name
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

@@ -14,7 +14,7 @@ from hfgpt.configuration_hfgpt import fields_of
 from hfgpt.data.tokenization import has_tokenizer, load_tokenizer, save_tokenizer
 from hfgpt.errors import UserError
 from hfgpt.flops import parameter_counts
-from hfgpt.hub import card
+from hfgpt.model_card import plain_card
 from hfgpt.modeling_hfgpt import GPT2LMHeadModel, new_model
 from hfgpt.nanogpt import read_nanogpt
 from hfgpt.weights import fit_vocabulary, load_model
@@ -44,7 +44,7 @@ def import_nanogpt(checkpoint: Path, folder: Path, tokenizer_name: str | None, t
         model = new_model(fields_of(model.config), tokenizer, seed=0, weights=model.state_dict())
     story = f"imported with hfgpt from {origin}."
     count = parameter_counts(model.config).total
-    write_folder(folder, partial(_write, model, tokenizer, card(folder.name, count, story)))
+    write_folder(folder, partial(_write, model, tokenizer, plain_card(folder.name, count, story)))
     return [*said, _written(folder, model, tokenizer)]
 
 
@@ -75,7 +75,7 @@ def export(checkpoint: Path, folder: Path, dtype: str = "float32", untie_head: b
     readme = checkpoint / "README.md"
     text = readme.read_text(encoding="utf-8") if readme.is_file() else None
     count = parameter_counts(model.config).total
-    text = text or card(folder.name, count, f"exported with hfgpt from {checkpoint.resolve().name}.")
+    text = text or plain_card(folder.name, count, f"exported with hfgpt from {checkpoint.resolve().name}.")
     write_folder(folder, partial(_write, model, tokenizer, text))
     return [*said, _written(folder, model, tokenizer)]
 

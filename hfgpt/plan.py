@@ -96,6 +96,7 @@ class Plan:
             ("compile", f"{'on' if self.compile.enabled else 'off'} ({self.compile.reason})"),
             ("memory", f"about {memory / 2**30:.2g} GiB expected{sharing}"),
             ("saves", f"{every}at the end, to {self.checkpoint_folder}"),
+            *([("push", f"after the last step, to {config.hub_repo_id()} on the Hub")] if config.push_to_hub else []),
         ]
         return [f"{key:<8} {value}" for key, value in rows]
 

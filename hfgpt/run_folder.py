@@ -76,21 +76,30 @@ class RunFolder:
     def holds_run(self) -> bool:
         return self.metrics.exists() or self.run_json.exists() or bool(self.checkpoints())
 
+    def facts(self) -> dict[str, Any]:
+        """Content of run.json; empty where there is none that can be read."""
+        with contextlib.suppress(OSError, ValueError, RecursionError):
+            facts = json.loads(self.run_json.read_text(encoding="utf-8"))
+            return facts if isinstance(facts, dict) else {}
+        return {}
+
     def run_id(self) -> str | None:
         """The run's own name, by which its checkpoints know it; None where there is no run.json."""
-        try:
-            return json.loads(self.run_json.read_text(encoding="utf-8"))["run_id"]
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):
-            return None
+        return self.facts().get("run_id")
 
-    def evaluation(self, step: int) -> dict[str, Any]:
-        """The evaluation record of a step, empty if there is none."""
-        found: dict[str, Any] = {}
+    def records(self) -> list[dict[str, Any]]:
+        """The whole lines of metrics.jsonl; each has a step."""
+        found = []
         for line in self.metrics.read_bytes().splitlines() if self.metrics.is_file() else []:
             with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
                 record = json.loads(line)
-                found = record if record["step"] == step and record.get("eval_loss") is not None else found
+                found += [record] if record["step"] >= 0 else []
         return found
+
+    def evaluation(self, step: int) -> dict[str, Any]:
+        """The evaluation record of a step, empty if there is none."""
+        found = [record for record in self.records() if record["step"] == step and record.get("eval_loss") is not None]
+        return found[-1] if found else {}
 
     def check_writable(self) -> None:
         """Raise UserError where the folder cannot be made or written, before anything is."""

@@ -31,10 +31,10 @@ from hfgpt.device import choose_compile, device_name, memory_bytes, peak_memory_
 from hfgpt.distributed import HostGroup, shared_model, take_sharding
 from hfgpt.errors import RunError, UserError, told_by
 from hfgpt.evaluation import evaluate
-from hfgpt.flops import parameter_counts
 from hfgpt.guard import Step, StepGuard, StepResult
-from hfgpt.hub import model_card
+from hfgpt.hub import check_push, push_trained
 from hfgpt.micro_batch import MemoryRanOut, MemoryWatch, candidates, fastest, release_memory
+from hfgpt.model_card import model_card
 from hfgpt.modeling_hfgpt import document_attention, new_model
 from hfgpt.optim import LearningRate, build_optimizer
 from hfgpt.plan import Plan, check_memory, memory_estimate_bytes, run_facts
@@ -68,9 +68,12 @@ class Pretrainer:
         with self.signals:
             self.setup()
             with closing(self.run), self.saver, closing(self.batches), self.end_told(), self.host.contact():
-                return self._train()
+                self._train()
+        if self.config.push_to_hub and self.run.writes:  # the other processes, and the hold on the folder, are gone
+            push_trained(self.config, self.run.checkpoint(self.state.global_step))
+        return self.evaluation
 
-    def _train(self) -> dict[str, Any]:
+    def _train(self) -> None:
         if self.accelerator.is_main_process:
             print("\n".join(self.plan.lines()), flush=True)
         batch = self.next_batch() if self.state.global_step < self.max_steps else None
@@ -83,7 +86,7 @@ class Pretrainer:
         missing = self.config.eval_steps and self.evaluation_step != self.max_steps == self.state.global_step
         if missing and self.evaluate() is None:  # a signal broke it off before, and the checkpoint says so
             self.stop(next(filter(None, self.host.gather(self.signals.fault()))))
-        return self.finish()
+        self.finish()
 
     def next_batch(self) -> tuple[StepBatch, StepBatch]:
         """The next step's blocks: this process's share, and the whole of all processes.
@@ -231,6 +234,8 @@ class Pretrainer:
         self.run = RunFolder(config.output_dir, writes=accelerator.is_main_process)
         self.host.from_main(self.run.check_writable)
         self.host.from_main(self.run.check_free)
+        if config.push_to_hub:
+            self.host.from_main(partial(check_push, config))
         self.resumed_from = self.host.from_main(
             partial(checkpoint.find_checkpoint, self.run, config.resume_from_checkpoint)
         )
@@ -344,8 +349,9 @@ class Pretrainer:
         step = self.state.global_step
         self.host.from_main(self.run.claim)
         self.started = True
+        self.facts = run_facts(self.run_id, self.plan, self.data.train.fingerprint)
         if not (self.resumed_from and self.run.run_json.exists()):
-            self.run.start(run_facts(self.run_id, self.plan, self.data.train.fingerprint))
+            self.run.start(self.facts)
         if self.run.writes:
             checkpoint.go_on_from(self.run, self.resumed_from, step, self.config.save_total_limit)
         if self.resumed_from:
@@ -430,7 +436,7 @@ class Pretrainer:
         if self.accelerator.is_main_process:
             trainer, fingerprint = self._trainer_state(), self.data.train.fingerprint
             data = {"fingerprint": fingerprint, "position": self.position}
-            card = model_card(self.config, fingerprint, parameter_counts(self.raw_model.config).total, trainer)
+            card = model_card(self.facts, fingerprint, trainer)
             files = partial(checkpoint.write_files, self.raw_model, self.data.tokenizer, tensors, trainer, data, card)
             self.saver.start(step, files, rotate=self.guard.skipped_in_a_row == 0)
         self.mfu_callback.on_save(self.args, self.state, self.control)  # the copy is outside the clock
@@ -446,7 +452,7 @@ class Pretrainer:
             self._record(event="save_failed", reason=str(outcome))
             logger.warning("a checkpoint could not be written (%s); training goes on to the next one", outcome)
 
-    def finish(self, fault: str | None = None) -> dict[str, Any]:
+    def finish(self, fault: str | None = None) -> None:
         """Leave the run at its end, or where it had to stop, with everything recorded and saved."""
         if self.state.global_step not in (0, self.saved_step):
             self.save(at_end=True)
@@ -462,7 +468,6 @@ class Pretrainer:
             # moment waits for the thread with the interpreter in hand, forever.
             time.sleep(0.2)
         self.accelerator.end_training()
-        return self.evaluation
 
     def _prepare_data(self) -> TextData:
         if (folder := self.resumed_from) is None:

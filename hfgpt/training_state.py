@@ -59,7 +59,8 @@ def _misformed(value: Any, form: dict[str, Any]) -> list[str]:
 
 
 def changed_settings(then: dict[str, Any], now: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Settings of a resumed run that are not those it was saved with; where it is stored does not count."""
+    """Settings of a resumed run that are not those it was saved with; where it goes does not count."""
     changed = [key for key in now if then.get(key) != now[key]]
-    place = ("output_dir", "run_name", "resume_from_checkpoint")
-    return {key: {"from": then.get(key), "to": now[key]} for key in changed if key not in place}
+    place = ("output_dir", "run_name", "resume_from_checkpoint", "push_to_hub")
+    counts = [key for key in changed if key not in place and not key.startswith("hub_")]
+    return {key: {"from": then.get(key), "to": now[key]} for key in counts}

@@ -46,7 +46,7 @@ def patiently(read: Callable[[], T], what: str, patience_seconds: float) -> T:
     began, pause, tries, broken = time.monotonic(), 1.0, 0, 0
     while True:
         try:
-            with _deadline(patience_seconds), _client_retries(what):
+            with deadline(patience_seconds), _client_retries(what):
                 return read()
         except Exception as error:
             broken += isinstance(error, BROKEN)
@@ -56,7 +56,7 @@ def patiently(read: Callable[[], T], what: str, patience_seconds: float) -> T:
             if waited > patience_seconds:
                 raise RunError(f"{what} could not be read for {waited:.0f} s ({reason})") from error
             # One more try when the patience ends, however long a server asks to be left alone.
-            pause = min(max(pause, _asked_pause(error)), patience_seconds - waited + 1)
+            pause = min(max(pause, asked_pause(error)), patience_seconds - waited + 1)
             _note(what, reason, tries, waited, f"trying again in {pause:.0f} s")
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
@@ -68,7 +68,7 @@ def _note(what: str, reason: str, tries: int, waited_seconds: float, then: str) 
 
 
 @contextlib.contextmanager
-def _deadline(seconds: float) -> Iterator[None]:
+def deadline(seconds: float) -> Iterator[None]:
     """TimeoutError in what takes longer than `seconds`, be it a trickle of bytes that no time-out of the client ends.
 
     Only the main thread of a process can be woken so.
@@ -133,11 +133,16 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
-def _asked_pause(error: BaseException) -> float:
-    """Seconds that a server asks to be left alone by Retry-After, a number or a date, else 0."""
+def asked_pause(error: BaseException) -> float:
+    """Seconds that a server asks to be left alone, else 0: by Retry-After, a number or a date, or, like the Hub, by
+    `RateLimit: "api";r=0;t=55`.
+    """
     for cause in _causes(error):
-        with contextlib.suppress(AttributeError, KeyError, ValueError):
-            asked = cause.response.headers["Retry-After"]  # type: ignore[attr-defined]
+        headers = getattr(getattr(cause, "response", None), "headers", {})
+        if used_up := re.search(r";r=0;t=(\d+)", headers.get("RateLimit", "").replace(" ", "")):
+            return float(used_up[1])
+        with contextlib.suppress(KeyError, ValueError):
+            asked = headers["Retry-After"]
             return float(asked) if asked.isdecimal() else parsedate_to_datetime(asked).timestamp() - time.time()
     return 0.0
 
