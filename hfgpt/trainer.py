@@ -33,7 +33,7 @@ from hfgpt.errors import RunError, UserError, told_by
 from hfgpt.evaluation import evaluate
 from hfgpt.guard import Step, StepGuard, StepResult
 from hfgpt.hub import check_push, push_trained
-from hfgpt.micro_batch import MemoryRanOut, MemoryWatch, candidates, fastest, release_memory
+from hfgpt.micro_batch import MemoryRanOut, MemoryWatch, fastest_that_fits, release_memory
 from hfgpt.model_card import model_card
 from hfgpt.modeling_hfgpt import document_attention, new_model
 from hfgpt.optim import LearningRate, build_optimizer
@@ -285,9 +285,15 @@ class Pretrainer:
         self.model.train()
         self.memory = MemoryWatch(self.host, self.sharded)
         if config.per_device_train_batch_size == AUTO:
-            self.batch, rates = self._fastest_cut()
-            shown = ", ".join(f"{size}: {rate:,.0f}" if rate else f"{size}: too large" for size, rate in rates.items())
-            self.data.description.append(f"micro-batch: tokens/s by size, measured: {shown}")
+            needed = partial(
+                memory_estimate_bytes,
+                model.config,
+                precision=self.precision.name,
+                checkpointing=config.gradient_checkpointing,
+            )
+            self.batch, said = fastest_that_fits(self.batch, self._trial, needed, self.host, device, self.raw_optimizer)
+            self.data.description.append(said)
+            self.optimizer.zero_grad()
         self.batches = iterate(
             self.data.train,
             position,
@@ -318,31 +324,13 @@ class Pretrainer:
         self.saver = checkpoint.Saver(self.run, config.save_total_limit, config.max_failed_saves)
         self.saved_step = self.state.global_step if self.resumed_from else None
 
-    def _fastest_cut(self) -> tuple[Batch, dict[int, float | None]]:
-        """The cut of the step with most tokens per second, measured on random tokens, and what was measured."""
-        config, device, model_config = self.config, self.accelerator.device, self.raw_model.config
-
-        def needed_bytes(batch: Batch) -> int:
-            checkpointing = config.gradient_checkpointing
-            return memory_estimate_bytes(model_config, batch, self.precision.name, checkpointing)
-
-        def trial(batch: Batch) -> None:
-            ids = torch.randint(model_config.vocab_size, (batch.micro_batch, batch.sequence_length), device=device)
-            with self.accelerator.no_sync(self.model), self.accelerator.autocast():
-                options = {"num_items_in_batch": ids.numel(), **self.attention(ids)}
-                self.model(input_ids=ids, shift_labels=ids, **options).loss.backward()
-
-        cuda = device.type == "cuda"  # elsewhere a process that takes too much memory is killed
-        cuts = candidates(self.batch, needed_bytes, int(0.9 * memory_bytes(device)), beyond=cuda)
-        moments = (
-            sum(8 * p.numel() for p in self.raw_model.parameters()) if cuda and not self.raw_optimizer.state else 0
-        )
-        place = torch.empty(moments, dtype=torch.uint8, device=device)  # what the first step will take
-        best = fastest(cuts, trial, self.host, device)
-        del place
-        self.optimizer.zero_grad()
-        release_memory(device)
-        return best
+    def _trial(self, batch: Batch) -> None:
+        """One micro-batch of random tokens, forward and backward."""
+        vocabulary, device = self.raw_model.config.vocab_size, self.accelerator.device
+        ids = torch.randint(vocabulary, (batch.micro_batch, batch.sequence_length), device=device)
+        with self.accelerator.no_sync(self.model), self.accelerator.autocast():
+            options = {"num_items_in_batch": ids.numel(), **self.attention(ids)}
+            self.model(input_ids=ids, shift_labels=ids, **options).loss.backward()
 
     def start_run(self) -> None:
         """run.json, and the record that the run starts or goes on."""

@@ -60,7 +60,7 @@ def test_the_fact_is_recorded_and_a_resumed_run_does_not_need_the_source(begun, 
     assert [line["loss"] for line in records(whole)] == [line["loss"] for line in records(resumed)]
     run = json.loads(resumed.run.run_json.read_text())
     assert run["config"]["init_from"] == str(folder) and run["config"]["model"]["n_layer"] == 2
-    assert "from the weights of checkpoint-6 on" in (resumed.run.checkpoint(6) / "README.md").read_text()
+    assert "| begun from | the weights of checkpoint-6 |" in (resumed.run.checkpoint(6) / "README.md").read_text()
     assert f"begun from {folder}" in "\n".join(resumed.plan.lines())
     (record,) = records(resumed, "changed_settings")
     assert not record["changed_settings"] and "is not read" not in caplog.text
@@ -220,5 +220,5 @@ def test_a_model_of_the_hub_is_pinned_and_fetched_by_the_main_process_alone(tmp_
     weights = load_file(tmp_path / "run" / "checkpoint-2" / "model.safetensors")
     assert all(torch.allclose(weights[name], value, atol=1e-6) for name, value in tensors.items())
     card = (tmp_path / "run" / "checkpoint-3" / "README.md").read_text()
-    assert f"from the weights of user/model@{commit}" in card and "base_model:\n- user/model\n" in card
+    assert f"begun from | the weights of user/model@{commit}" in card and "base_model: user/model\n" in card
     assert json.loads((tmp_path / "run" / "run.json").read_text())["config"]["init_from"] == f"user/model@{commit}"
