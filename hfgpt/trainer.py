@@ -1,4 +1,4 @@
-"""`Pretrainer`: the training loop on Accelerate. The step is `training_step`, one visible block."""
+"""`Pretrainer`: the training loop on Accelerate. Its step is in hfgpt/step.py."""
 
 from __future__ import annotations
 
@@ -8,52 +8,47 @@ import signal
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
-import torch
-from torch import Tensor
-from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 from transformers.trainer_callback import TrainerControl, TrainerState
 
 from hfgpt import checkpoint
 from hfgpt.callbacks import CallbackArguments, MFUCallback, PerplexityCallback, callback_handler
-from hfgpt.config import AUTO, Batch, PretrainConfig
+from hfgpt.config import AUTO, PretrainConfig
 from hfgpt.data import TextData, prepare_again, prepare_data, told_counts
 from hfgpt.data.position import resumed_position
 from hfgpt.data.stream import StepBatch, batch_hash, iterate, named_documents, side_by_side
-from hfgpt.device import choose_compile, device_name, memory_bytes, peak_memory_bytes, start_accelerator, step_seed
-from hfgpt.distributed import HostGroup, shared_model, take_sharding
+from hfgpt.device import choose_compile, device_name, memory_bytes, peak_memory_bytes, start_accelerator
+from hfgpt.distributed import HostGroup, take_sharding
 from hfgpt.errors import RunError, UserError, told_by
 from hfgpt.evaluation import evaluate
 from hfgpt.guard import Step, StepGuard, StepResult
 from hfgpt.hub import check_push, push_trained
-from hfgpt.micro_batch import MemoryRanOut, MemoryWatch, fastest_that_fits, release_memory
+from hfgpt.micro_batch import MemoryRanOut, fastest_that_fits, release_memory
 from hfgpt.model_card import model_card
-from hfgpt.modeling_hfgpt import document_attention, new_model
-from hfgpt.optim import LearningRate, build_optimizer
+from hfgpt.optim import LearningRate
 from hfgpt.plan import Plan, check_memory, memory_estimate_bytes, run_facts
 from hfgpt.run_folder import RunFolder
 from hfgpt.signals import Interrupted, StopSignals
+from hfgpt.step import TrainingStep
 from hfgpt.training_state import changed_settings, read_state
 from hfgpt.weights import initial_weights, settled
 
 logger = logging.getLogger(__name__)
 
 
-class Pretrainer:
+class Pretrainer(TrainingStep):
     """Trains a GPT-2-style model by a `PretrainConfig`; `callbacks` are transformers `TrainerCallback`s.
 
     `train()` prepares everything, runs to the last step, and returns the newest evaluation record.
     Raises UserError, before anything is written, for a run that cannot work.
     """
-
-    batch: Batch  # becomes smaller where memory runs out
 
     def __init__(self, config: PretrainConfig, callbacks: Sequence[TrainerCallback] = ()) -> None:
         self.config = config
@@ -164,50 +159,6 @@ class Pretrainer:
                 *(step, smaller.micro_batch, smaller.accumulation),
             )
 
-    def training_step(self, input_ids: Tensor, shift_labels: Tensor, *, step: int) -> StepResult:
-        """One optimizer update of step number `step` (from 1) on this process's share, (rows, T) each.
-
-        The result's loss is the mean nll in nats over all target tokens of all processes, its gradient norm that
-        before clipping, both as tensors on the device: reading them is left to the logging interval.
-        """
-        accelerator, world = self.accelerator, self.accelerator.num_processes
-        torch.manual_seed(step_seed(self.config.seed, step, accelerator.process_index))
-        for group in self.optimizer.param_groups:
-            group["lr"] = group.get("lr_scale", 1.0) * self.learning_rate(step)
-        num_targets = (shift_labels != -100).sum().float()
-        if world > 1:
-            num_targets = accelerator.reduce(num_targets, "sum")
-
-        micro_losses = []
-        size = self.batch.micro_batch
-        micro_batches = list(zip(input_ids.split(size), shift_labels.split(size), strict=True))
-        for index, (ids, labels) in enumerate(micro_batches, start=1):
-            # The processes exchange gradients once per step, after the last micro-batch.
-            last = index == len(micro_batches)
-            if self.sharded:
-                self.raw_model.set_requires_gradient_sync(last)
-            no_sync = nullcontext() if last or self.sharded else accelerator.no_sync(self.model)
-            with self.memory.micro_batch(index, len(micro_batches)), no_sync, accelerator.autocast():
-                options = {"num_items_in_batch": num_targets, **self.attention(ids)}
-                micro_loss = self.model(input_ids=ids, shift_labels=labels, **options).loss
-                accelerator.backward(micro_loss * world)  # the exchange takes the mean over processes
-                micro_losses.append(micro_loss.detach())
-        loss = sum(micro_losses, torch.zeros_like(micro_losses[0]))
-        if world > 1:
-            loss = accelerator.reduce(loss, "sum")
-
-        limit = self.config.max_grad_norm or float("inf")
-        grad_norm = accelerator.clip_grad_norm_(self.model.parameters(), limit)
-        if isinstance(grad_norm, DTensor):
-            grad_norm = grad_norm.full_tensor()
-        if accelerator.scaler is None:
-            # The optimizer leaves the step out where this is 1; fused AdamW without the host having to look.
-            bad = ~(grad_norm.isfinite() & loss.isfinite())
-            self.raw_optimizer.found_inf = bad.float()  # type: ignore[attr-defined]
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return StepResult(loss, grad_norm, micro_losses)
-
     def setup(self) -> None:
         """Everything before the first step that writes nothing: device, text, model, optimizer, resume."""
         timeout = self.config.ddp_timeout
@@ -259,19 +210,7 @@ class Pretrainer:
         weights = {}  # of the main process alone: it hands them to the others
         if config.init_from and not self.resumed_from:
             weights = initial_weights(config.init_from, tokenizer, self.host)
-        make = partial(new_model, config.model, tokenizer, config.seed, weights)
-        model: Any = shared_model(make, device, self.precision.name) if self.sharded else make().to(device)
-        self.attention: Callable[[Tensor], dict[str, Any]] = lambda ids_BT: {}
-        if config.document_masking:
-            flex = self.compile.enabled and device.type == "cuda" and model.config.attn_pdrop == 0
-            self.attention = partial(document_attention, separator_id=tokenizer.eos_token_id, flex=flex)
-        self.raw_model, self.raw_optimizer = model, build_optimizer(model, config)
-        if config.gradient_checkpointing:
-            getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
-        if self.compile.enabled:
-            model.compile(dynamic=False)
-        else:
-            model.head_chunk_size = 1024
+        model = self.build_model(tokenizer, weights)
         self.learning_rate = LearningRate(config, self.max_steps)
         position, wall_seconds = None, 0.0
         self.evaluation: dict[str, Any] = {}  # the newest, of step `evaluation_step`
@@ -280,10 +219,7 @@ class Pretrainer:
         self.run_id = uuid.uuid4().hex
         if self.resumed_from:
             position, wall_seconds = self._restore(self.resumed_from)
-        self.model = model if self.sharded else accelerator.prepare(model)
-        self.optimizer: Any = accelerator.prepare(self.raw_optimizer)
-        self.model.train()
-        self.memory = MemoryWatch(self.host, self.sharded)
+        self.wrap_model()
         if config.per_device_train_batch_size == AUTO:
             needed = partial(
                 memory_estimate_bytes,
@@ -291,7 +227,7 @@ class Pretrainer:
                 precision=self.precision.name,
                 checkpointing=config.gradient_checkpointing,
             )
-            self.batch, said = fastest_that_fits(self.batch, self._trial, needed, self.host, device, self.raw_optimizer)
+            self.batch, said = fastest_that_fits(self.batch, self.trial, needed, self.host, device, self.raw_optimizer)
             self.data.description.append(said)
             self.optimizer.zero_grad()
         self.batches = iterate(
@@ -324,14 +260,6 @@ class Pretrainer:
         self.saver = checkpoint.Saver(self.run, config.save_total_limit, config.max_failed_saves)
         self.saved_step = self.state.global_step if self.resumed_from else None
 
-    def _trial(self, batch: Batch) -> None:
-        """One micro-batch of random tokens, forward and backward."""
-        vocabulary, device = self.raw_model.config.vocab_size, self.accelerator.device
-        ids = torch.randint(vocabulary, (batch.micro_batch, batch.sequence_length), device=device)
-        with self.accelerator.no_sync(self.model), self.accelerator.autocast():
-            options = {"num_items_in_batch": ids.numel(), **self.attention(ids)}
-            self.model(input_ids=ids, shift_labels=ids, **options).loss.backward()
-
     def start_run(self) -> None:
         """run.json, and the record that the run starts or goes on."""
         step = self.state.global_step
@@ -348,13 +276,6 @@ class Pretrainer:
         else:
             self._record(event="start")
         self.control = self.handler.on_train_begin(self.args, self.state, self.control)
-
-    def to_tensors(self, blocks: np.ndarray) -> tuple[Tensor, Tensor]:
-        """Inputs and targets on the device, both (rows, T), of blocks (rows, T + 1): the one place that shifts."""
-        device, tokens = self.accelerator.device, torch.from_numpy(blocks)
-        if device.type == "cuda":
-            tokens = tokens.pin_memory().to(device, non_blocking=True)
-        return tokens[:, :-1], tokens[:, 1:]
 
     def after_step(self, batch: StepBatch, result: StepResult) -> None:
         """Count the step, tell the callbacks, and log, evaluate and save when due."""

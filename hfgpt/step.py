@@ -1,0 +1,120 @@
+"""One optimizer update: the model, its optimizer, and `training_step`, one visible block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedTokenizerBase
+
+from hfgpt.config import Batch, PretrainConfig
+from hfgpt.device import CompileChoice, Precision, step_seed
+from hfgpt.distributed import HostGroup, shared_model
+from hfgpt.guard import StepResult
+from hfgpt.micro_batch import MemoryWatch
+from hfgpt.modeling_hfgpt import document_attention, new_model
+from hfgpt.optim import LearningRate, build_optimizer
+
+
+class TrainingStep:
+    """A model, its optimizer, and how they take a step on the processes there are."""
+
+    config: PretrainConfig
+    host: HostGroup
+    accelerator: Accelerator
+    precision: Precision
+    compile: CompileChoice
+    sharded: bool  # whether the processes share the parameters
+    batch: Batch  # its micro-batch becomes smaller where memory runs out
+    learning_rate: LearningRate
+
+    def training_step(self, input_ids: Tensor, shift_labels: Tensor, *, step: int) -> StepResult:
+        """One optimizer update of step number `step` (from 1) on this process's share, (rows, T) each.
+
+        The result's loss is the mean nll in nats over all target tokens of all processes, its gradient norm that
+        before clipping, both as tensors on the device: reading them is left to the logging interval.
+        """
+        accelerator, world = self.accelerator, self.accelerator.num_processes
+        torch.manual_seed(step_seed(self.config.seed, step, accelerator.process_index))
+        for group in self.optimizer.param_groups:
+            group["lr"] = group.get("lr_scale", 1.0) * self.learning_rate(step)
+        num_targets = (shift_labels != -100).sum().float()
+        if world > 1:
+            num_targets = accelerator.reduce(num_targets, "sum")
+
+        micro_losses = []
+        size = self.batch.micro_batch
+        micro_batches = list(zip(input_ids.split(size), shift_labels.split(size), strict=True))
+        for index, (ids, labels) in enumerate(micro_batches, start=1):
+            # The processes exchange gradients once per step, after the last micro-batch.
+            last = index == len(micro_batches)
+            if self.sharded:
+                self.raw_model.set_requires_gradient_sync(last)
+            no_sync = nullcontext() if last or self.sharded else accelerator.no_sync(self.model)
+            with self.memory.micro_batch(index, len(micro_batches)), no_sync, accelerator.autocast():
+                options = {"num_items_in_batch": num_targets, **self.attention(ids)}
+                micro_loss = self.model(input_ids=ids, shift_labels=labels, **options).loss
+                accelerator.backward(micro_loss * world)  # the exchange takes the mean over processes
+                micro_losses.append(micro_loss.detach())
+        loss = sum(micro_losses, torch.zeros_like(micro_losses[0]))
+        if world > 1:
+            loss = accelerator.reduce(loss, "sum")
+
+        limit = self.config.max_grad_norm or float("inf")
+        grad_norm = accelerator.clip_grad_norm_(self.model.parameters(), limit)
+        if isinstance(grad_norm, DTensor):
+            grad_norm = grad_norm.full_tensor()
+        if accelerator.scaler is None:
+            # The optimizer leaves the step out where this is 1; fused AdamW without the host having to look.
+            bad = ~(grad_norm.isfinite() & loss.isfinite())
+            self.raw_optimizer.found_inf = bad.float()  # type: ignore[attr-defined]
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return StepResult(loss, grad_norm, micro_losses)
+
+    def build_model(self, tokenizer: PreTrainedTokenizerBase, weights: dict[str, Tensor]) -> Any:
+        """The model and its optimizer, as they are saved: `raw_model`, which is returned, and `raw_optimizer`."""
+        config, device = self.config, self.accelerator.device
+        make = partial(new_model, config.model, tokenizer, config.seed, weights)
+        model: Any = shared_model(make, device, self.precision.name) if self.sharded else make().to(device)
+        self.attention: Callable[[Tensor], dict[str, Any]] = lambda ids_BT: {}
+        if config.document_masking:
+            flex = self.compile.enabled and device.type == "cuda" and model.config.attn_pdrop == 0
+            self.attention = partial(document_attention, separator_id=tokenizer.eos_token_id, flex=flex)
+        self.raw_model, self.raw_optimizer = model, build_optimizer(model, config)
+        if config.gradient_checkpointing:
+            getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+        if self.compile.enabled:
+            model.compile(dynamic=False)
+        else:
+            model.head_chunk_size = 1024
+        return model
+
+    def wrap_model(self) -> None:
+        """`model` and `optimizer` as the step uses them."""
+        self.model = self.raw_model if self.sharded else self.accelerator.prepare(self.raw_model)
+        self.optimizer: Any = self.accelerator.prepare(self.raw_optimizer)
+        self.model.train()
+        self.memory = MemoryWatch(self.host, self.sharded)
+
+    def to_tensors(self, blocks: np.ndarray) -> tuple[Tensor, Tensor]:
+        """Inputs and targets on the device, both (rows, T), of blocks (rows, T + 1): the one place that shifts."""
+        device, tokens = self.accelerator.device, torch.from_numpy(blocks)
+        if device.type == "cuda":
+            tokens = tokens.pin_memory().to(device, non_blocking=True)
+        return tokens[:, :-1], tokens[:, 1:]
+
+    def trial(self, batch: Batch) -> None:
+        """One micro-batch of random tokens, forward and backward."""
+        vocabulary, device = self.raw_model.config.vocab_size, self.accelerator.device
+        ids = torch.randint(vocabulary, (batch.micro_batch, batch.sequence_length), device=device)
+        with self.accelerator.no_sync(self.model), self.accelerator.autocast():
+            options = {"num_items_in_batch": ids.numel(), **self.attention(ids)}
+            self.model(input_ids=ids, shift_labels=ids, **options).loss.backward()
