@@ -28,7 +28,7 @@ app = typer.Typer(
 )
 
 # How long another process leaves the main one to tell what both have met.
-SECONDS_FOR_MAIN = 3.0
+SECONDS_FOR_MAIN = 10.0
 
 
 def run_recipe(main: Callable[[], Any]) -> None:
@@ -54,6 +54,10 @@ def run_recipe(main: Callable[[], Any]) -> None:
         sys.exit(130)
     except Exception as error:
         traceback.print_exc()
+        if me:
+            from hfgpt.distributed import tell
+
+            tell(error)
         cause = (str(error).strip() or "no message").splitlines()[0]
         print(f"error: {me}{type(error).__name__}: {cause}", file=sys.stderr)
         sys.exit(1)

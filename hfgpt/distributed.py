@@ -64,19 +64,9 @@ class HostGroup:
         if self.world == 1:
             return
         try:
-            host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        except (KeyError, ValueError):
-            raise UserError(
-                f"WORLD_SIZE={self.world} without MASTER_ADDR and MASTER_PORT; start with accelerate launch or torchrun"
-            ) from None
-        keeps = self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-        limit = timedelta(seconds=timeout_seconds)
-        try:
-            store = dist.TCPStore(host, port, None, keeps, limit, wait_for_workers=False, multi_tenant=True)
+            self._store = _open_store(self.rank, timeout_seconds)
         except dist.DistError as error:
-            raise RunError(f"{self._me()}: no contact to the main process at {host}:{port}", everywhere=True) from error
-        self._store = dist.PrefixStore(f"hfgpt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-        self._store.set_timeout(timedelta(seconds=SECONDS_TO_END))
+            raise RunError(f"{self._me()}: no contact to the main process: {_line(error)}", everywhere=True) from error
 
     def meet(self) -> None:
         """Wait until all processes are there. Raises RunError that names those that are not within the timeout."""
@@ -85,6 +75,8 @@ class HostGroup:
         self._store.set(f"process {self.rank}", f"{socket.gethostname()} {os.getpid()}")
         until = time.monotonic() + self.timeout_seconds
         while missing := self._missing():
+            if self._store.check(["fault"]):
+                raise RunError(self._store.get("fault").decode())
             if time.monotonic() > until:
                 raise RunError(f"{missing} within ddp_timeout={self.timeout_seconds:g} s", everywhere=True)
             time.sleep(0.05)
@@ -129,20 +121,22 @@ class HostGroup:
         """
         try:
             yield
-        except Exception as error:
+        except BaseException as error:
             if self.world == 1:
                 raise
             if isinstance(error, Interrupted):
                 _within(SECONDS_TO_END, lambda: self._store.set(f"signal {self.rank}", ""))
                 raise Interrupted(_within(SECONDS_TO_END, self._known) or "") from error
-            said = str(error).lower()
-            lost = isinstance(error, dist.DistError) or "gloo" in said or "nccl" in said or "tcpstore" in said
-            if isinstance(error, UserError | RunError) or not lost:
-                cause = (str(error).strip() or "no message").splitlines()[0]
-                told = f"{self._me()}: {type(error).__name__}: {cause}"
+            # gloo's own errors have no type of their own.
+            lost = isinstance(error, dist.DistError) or (type(error) is RuntimeError and "gloo/transport" in str(error))
+            if not lost:
+                told = _told(self._me(), error)
                 _within(SECONDS_TO_END, lambda: self._store.set("fault", told))
                 raise
             loss = _within(2 * SECONDS_TO_END, self._loss) or f"{self._me()}: no contact to the main process"
+            if isinstance(error, dist.DistBackendError):  # it may be this device's own
+                loss += f" ({_line(error)})"
+            _within(SECONDS_TO_END, lambda: self._store.set(f"left {self.rank}", loss))
             raise RunError(loss, everywhere=True) from error
 
     def _me(self) -> str:
@@ -166,6 +160,9 @@ class HostGroup:
         here = socket.gethostname()
         gone = [rank for rank, (host, pid) in self._members.items() if host == here and not _runs(pid)]
         gone = [rank for rank in gone if not self._store.check([f"signal {rank}"])]
+        for rank in gone:
+            if self._store.check([f"left {rank}"]):  # it has waited in vain, and said for what
+                return f"process {rank} of {self.world} has left: {self._store.get(f'left {rank}').decode()}"
         return "; ".join(f"process {r} of {self.world} (pid {self._members[r][1]}) has ended" for r in gone)
 
     def _loss(self) -> str:
@@ -179,8 +176,42 @@ class HostGroup:
                     return known
             time.sleep(0.05)
         silent = [rank for rank in range(self.world) if not self._store.check([f"waits {rank}"])]
+        if not silent:
+            return "the processes wait for different things; a callback must do the same on all of them"
         hosts = ", ".join(f"{rank} (on {self._members[rank][0]})" for rank in silent)  # the others are here by now
         return f"no answer from process {hosts} of {self.world} within ddp_timeout={self.timeout_seconds:g} s"
+
+
+def tell(error: BaseException) -> None:
+    """Let the others know why this process ends before it has met them, as far as that can be done."""
+    with suppress(Exception):
+        rank, world = os.environ["RANK"], os.environ["WORLD_SIZE"]
+        store = _open_store(int(rank), SECONDS_TO_END)
+        store.set("fault", _told(f"process {rank} of {world}", error))
+
+
+def _open_store(rank: int, timeout_seconds: float) -> dist.Store:
+    """The launcher's store, or one of the main process where the launcher keeps none."""
+    try:
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    except (KeyError, ValueError):
+        raise UserError(
+            "WORLD_SIZE is set, but MASTER_ADDR and MASTER_PORT are not; start with accelerate launch or torchrun"
+        ) from None
+    keeps = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    limit = timedelta(seconds=timeout_seconds)
+    server = dist.TCPStore(host, port, None, keeps, limit, wait_for_workers=False, multi_tenant=True)
+    store = dist.PrefixStore(f"hfgpt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", server)
+    store.set_timeout(timedelta(seconds=SECONDS_TO_END))
+    return store
+
+
+def _told(who: str, error: BaseException) -> str:
+    return f"{who}: {type(error).__name__}: {_line(error)}"
+
+
+def _line(error: BaseException) -> str:
+    return (str(error).strip() or "no message").splitlines()[0]
 
 
 def _portable(error: Exception) -> Exception:

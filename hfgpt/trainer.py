@@ -175,8 +175,8 @@ class Pretrainer(TrainingStep):
                     self._prepare()
         except Interrupted as error:
             fault = self.signals.fault() or RunError("the main process was told to end", 128 + signal.SIGTERM)
-            known = f" ({error})" if str(error) else ""
-            raise RunError(f"{fault} before the first step{known}", fault.exit_code) from error
+            cause = f"{error}; ended by " if str(error) else ""
+            raise RunError(f"{cause}{fault} before the first step", fault.exit_code) from error
 
     def _prepare(self) -> None:
         config, accelerator, device = self.config, self.accelerator, self.accelerator.device
@@ -292,13 +292,22 @@ class Pretrainer(TrainingStep):
             self.control.should_log = self.control.should_save = True
             self.control.should_evaluate = config.eval_steps > 0
         self.control = self.handler.on_step_end(self.args, state, self.control)
+        self.agree()
         if self.control.should_log:
             self.log()
         if self.control.should_evaluate:
             self.evaluate()
         if self.control.should_save or self.save_is_due:
             self.save()
-        self.note_saved()  # last, as it takes what is due for done, and sets the clock of the steps anew
+        self.note_saved()  # late, as it takes what is due for done, and sets the clock of the steps anew
+        self.agree()
+
+    def agree(self) -> None:
+        """What a callback of the user's wants on one process is done on all."""
+        if self.callbacks and self.host.world > 1:
+            for wanted in self.host.gather(vars(self.control)):
+                for name, value in wanted.items():
+                    setattr(self.control, name, value or getattr(self.control, name))
 
     def log(self) -> None:
         """The training record of the newest step; the only place where the host waits for the device."""

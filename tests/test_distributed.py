@@ -219,7 +219,11 @@ run_recipe(lambda: Pretrainer(PretrainConfig.from_cli()).train())
     ("where", "what", "told"),
     [
         ("if os.environ['RANK'] == '1': fails()", "time.sleep(1000)", "process 1 of 2 has not started within ddp_"),
-        ("if os.environ['RANK'] == '1': time.sleep(2), fails()", "os._exit(3)", "SIGTERM before the first step (proc"),
+        (
+            "if os.environ['RANK'] == '1': time.sleep(2), fails()",
+            "os._exit(3)",
+            "process 1 of 2 has not started; ended",
+        ),
         ("if os.environ['RANK'] == '0': hfgpt.trainer.prepare_data = fails", "raise Odd('odd', code=3)", "process 0 "),
     ],
 )
@@ -257,6 +261,67 @@ if os.environ["RANK"] == "1": hfgpt.trainer.iterate = lambda *a, **k: Broken(ite
         "error: process 1 of 2: a/file.jsonl: cannot be read; ended after step 3; continue with "
         "--resume_from_checkpoint latest"
     )
+
+
+EARLY = """
+import os
+from hfgpt import PretrainConfig, Pretrainer, run_recipe
+
+def main():
+    config = PretrainConfig.from_cli()
+    if os.environ["RANK"] == "1":
+        raise RuntimeError("before it has met anybody")
+    Pretrainer(config).train()
+
+run_recipe(main)
+"""
+
+
+@pytest.mark.slow
+def test_what_fails_before_the_processes_meet_is_told(failing):
+    code, last = failing(EARLY)
+    assert code and last.startswith("error: process 1 of 2: RuntimeError: before it has met anybody"), last
+
+
+DIFFERING = """
+import os, time
+from transformers import TrainerCallback
+from hfgpt import PretrainConfig, Pretrainer, run_recipe
+
+class Differs(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_save |= os.environ["RANK"] == "1" and state.global_step == 1
+        control.should_evaluate |= os.environ["RANK"] == "0" and state.global_step == 2
+        control.should_training_stop |= os.environ["RANK"] == "1" and state.global_step == 5
+
+    def on_evaluate(self, args, state, control, metrics, **kwargs):
+        control.should_training_stop |= os.environ["RANK"] == "1" and state.global_step == 4
+
+run_recipe(lambda: Pretrainer(PretrainConfig.from_cli(), [Differs()]).train())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("eval_steps", "end"), [("100", 5), ("4", 4)])
+def test_what_a_callback_wants_on_one_process_is_done_on_all(failing, tmp_path, eval_steps, end):
+    code, last = failing(DIFFERING, "--save_steps", "100", "--eval_steps", eval_steps)
+    assert code == 0, last
+    run = tmp_path / "run"
+    assert [path.name for path in sorted(run.glob("checkpoint-?"))] == ["checkpoint-1", f"checkpoint-{end}"]
+    assert lines(run, "eval_loss")[0]["step"] == 2
+    assert lines(run)[-1]["step"] == end
+
+
+@pytest.mark.slow
+def test_processes_that_wait_for_different_things_say_so(failing):
+    """As where a callback exchanges something on one process alone."""
+    gathers = "pretrainer.host.gather(1) or time.sleep(1000)"
+    code, last = failing(
+        FAILING.format(what=gathers)
+        .replace("run_recipe(lambda: Pretrainer(", "pretrainer = Pretrainer(")
+        .replace("[Fails()]).train())", "[Fails()])\nrun_recipe(pretrainer.train)")
+    )
+    assert code and last.startswith("error: the processes wait for different things"), last
 
 
 COUNTING = """

@@ -22,7 +22,7 @@ from hfgpt.config import AUTO, PretrainConfig
 from hfgpt.configuration_hfgpt import model_fields
 from hfgpt.data.permutation import permutation
 from hfgpt.data.remote import model_files
-from hfgpt.data.sources import IN_MEMORY_BYTES, Source, Unit, Unusable, open_source, text_hash
+from hfgpt.data.sources import IN_MEMORY_BYTES, Source, Unit, Unusable, local_files, open_source, text_hash
 from hfgpt.data.stream import DocumentStream, MemoryBlocks, Stream
 from hfgpt.data.tokenization import Encoder, has_tokenizer, load_tokenizer, token_byte_lengths
 from hfgpt.errors import UserError
@@ -151,6 +151,12 @@ def prepare_again(
     the tokenizer trained for it, which the checkpoint `folder` holds.
     """
     pinned, commit, tokenizer = config, fingerprint.get("dataset.commit"), None
+    was_local = commit is None and config.dataset != "embedded" and config.dataset == saved.get("dataset")
+    if was_local and local_files(config.dataset) is None:
+        raise UserError(
+            f"dataset={config.dataset}: was a local path when the run began, and is not here; start where it was "
+            "started, or give the whole path"
+        )
     if commit and config.dataset_revision == saved.get("dataset_revision"):
         pinned = dataclasses.replace(config, dataset_revision=commit)
     own = config.tokenizer in ("char", AUTO) or config.tokenizer.startswith("bpe-")

@@ -167,7 +167,7 @@ def open_source(
         fingerprint: dict[str, Any] = {"dataset": dataset, "hash": xxhash.xxh3_64_hexdigest(data)}
         description = f"this Python's own documentation: {len(documents):,} documents, {len(data) / 1e6:.1f} MB"
         return Source([Unit(dataset, rows=len(documents))], "text", len(data), True, fingerprint, description)
-    found, label = _local_files(dataset), dataset
+    found, label = local_files(dataset), dataset
     if is_local := found is not None:
         if revision:
             raise UserError(f"dataset_revision={revision}: dataset={dataset} is local and has none; leave it out")
@@ -216,7 +216,7 @@ def _kind(file: str) -> str | None:
     return KINDS.get(Path(re.sub(r"(?<!\.parquet)\.gz$", "", file.lower())).suffix)
 
 
-def _local_files(dataset: str) -> tuple[list[str], int] | None:
+def local_files(dataset: str) -> tuple[list[str], int] | None:
     """Absolute names of the files that `dataset` stands for, sorted, and how many of other kinds there are beside them;
     None for a Hub id.
     """

@@ -98,3 +98,14 @@ def test_repeats_and_leaks_of_a_faulty_stream_are_found(tmp_path, document_folde
 def test_a_folder_without_a_run_is_refused(tmp_path):
     with pytest.raises(UserError, match="give a run folder"):
         audit(tmp_path)
+
+
+def test_a_relative_path_looked_for_elsewhere_is_not_taken_for_a_name_on_the_hub(tmp_path, monkeypatch):
+    (tmp_path / "there" / "words").mkdir(parents=True)
+    lines = (json.dumps({"text": f"a word and the number {n}"}) + "\n" for n in range(400))
+    (tmp_path / "there" / "words" / "a.jsonl").write_text("".join(lines))
+    monkeypatch.chdir(tmp_path / "there")
+    trained(tmp_path / "run", "words", max_steps=2)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="dataset=words: was a local path when the run began"):
+        audit(tmp_path / "run")
