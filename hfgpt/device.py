@@ -189,6 +189,15 @@ def peak_memory_bytes(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
+def reset_peak_memory(device: torch.device) -> None:
+    """Let `peak_memory_bytes` begin anew; on a CPU only Linux can."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    else:
+        with contextlib.suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")
+
+
 def step_seed(seed: int, step: int, process: int) -> int:
     """Seed of the random numbers that one process uses in one step, so that none need be stored to resume."""
     return xxhash.xxh3_64_intdigest(f"{seed} {step} {process}".encode()) >> 1
