@@ -97,7 +97,8 @@ def _read_lines(run: PastRun, lines: list[str], whole: bool) -> None:
         if match := _ITER.search(line):
             kind, step = "nanoGPT log", int(match[1])
             milliseconds, percent = _number(match[3]), _number(match[4])
-            record = {"step": step + 1, "loss": _number(match[2]), "milliseconds": milliseconds, "starts": starts}
+            record: dict[str, Any] = {"step": step + 1, "loss": _number(match[2])}
+            record |= {"milliseconds": milliseconds, "starts": starts}
             if percent is not None and percent >= 0:  # -100 stands for "not yet known"
                 record |= {"mfu": percent / 100, "peak_tflops": NANOGPT_PEAK_TFLOPS, "peak_source": NANOGPT_PEAK_SOURCE}
         elif match := _STEP.search(line):

@@ -6,11 +6,15 @@ from typing import NamedTuple
 
 import numpy as np
 
+Curve = tuple[np.ndarray, np.ndarray]  # places, rising, and values
+
 # No pair of runs tells differences below this part of the loss: rounding that has grown over some hundred steps, or
 # another seed, moves a run by about as much, and a single pair has no second seed to show it.
 FLOOR = 0.001
 # Records in a window that a band needs, and that it should have.
 FEWEST, ENOUGH = 5, 20
+# Evaluations whose jumps tell the noise of one.
+NEWEST = 8
 
 
 class Level(NamedTuple):
@@ -79,28 +83,37 @@ def window(xs: list[np.ndarray], end: float) -> float:
     return 0.5 * end
 
 
-def _within(curve: tuple[np.ndarray, np.ndarray], start: float, end: float) -> tuple[np.ndarray, np.ndarray]:
+def _within(curve: Curve, start: float, end: float) -> Curve:
     x, y = curve
     inside = (x > start) & (x <= end * (1 + 1e-9))
     return x[inside], y[inside]
 
 
-def apart(a: tuple[np.ndarray, np.ndarray], b: tuple[np.ndarray, np.ndarray], end: float, start: float) -> Gap | None:
-    """The gap of two curves (x, y) of training losses over the window from `start` to `end`; None if one has no point there.
+def levels_at(curves: list[Curve], start: float, end: float) -> list[Level] | None:
+    """Levels of curves over one window, all at one place, the mean of their points' places; None if one is empty."""
+    parts = [_within(curve, start, end) for curve in curves]
+    if not all(len(x) for x, _ in parts):
+        return None
+    centre = float(np.mean([x.mean() for x, _ in parts]))
+    return [level(x, y, centre) for x, y in parts]
+
+
+def apart(a: Curve, b: Curve, end: float, start: float) -> Gap | None:
+    """The gap of two curves of training losses over the window from `start` to `end`; None if one has no point there.
 
     Step losses scatter with the text of the step. The band is t * sqrt(error a^2 + error b^2), both from `level`.
     """
-    (xa, ya), (xb, yb) = _within(a, start, end), _within(b, start, end)
-    if not len(xa) or not len(xb):
+    levels = levels_at([a, b], start, end)
+    if levels is None:
         return None
-    one, other = (level(x, y, (start + end) / 2) for x, y in ((xa, ya), (xb, yb)))
+    one, other = levels
     if one.error is None or other.error is None:
         return Gap(one.value, other.value, None, f"fewer than {FEWEST} records in the window")
     band = student(min(one.freedom, other.freedom)) * float(np.hypot(one.error, other.error))
     return Gap(one.value, other.value, max(band, FLOOR * abs(one.value)), "scatter of each run's step losses")
 
 
-def paired(a: tuple[np.ndarray, np.ndarray], b: tuple[np.ndarray, np.ndarray], end: float, start: float) -> Gap | None:
+def paired(a: Curve, b: Curve, end: float, start: float) -> Gap | None:
     """Like `apart`, for runs that saw the same text in each step: the scatter of the text falls out of the differences.
 
     The band is t * the error of the mean difference over the steps that both recorded.
@@ -117,9 +130,7 @@ def paired(a: tuple[np.ndarray, np.ndarray], b: tuple[np.ndarray, np.ndarray], e
     return Gap(first, float(yb.mean()), max(band, FLOOR * abs(first)), "differences step by step on the same tokens")
 
 
-def between_evaluations(
-    a: tuple[np.ndarray, np.ndarray], b: tuple[np.ndarray, np.ndarray], end: float
-) -> tuple[float, Gap] | None:
+def between_evaluations(a: Curve, b: Curve, end: float) -> tuple[float, Gap] | None:
     """The point up to `end` that both curves of evaluations reach, and their gap there; None if there is none.
 
     Between two evaluations the value is interpolated. Both score one and the same text, so the band is what a value
@@ -131,17 +142,18 @@ def between_evaluations(
     if at < max(a[0][0], b[0][0]):
         return None
     first, second = (float(np.interp(at, x, y)) for x, y in (a, b))
-    jumps = [_jump(x[x <= at], y[x <= at]) for x, y in (a, b)]
-    if any(jump is None for jump in jumps):
+    one, other = (_jump(x[x <= at], y[x <= at]) for x, y in (a, b))
+    if one is None or other is None:
         return float(at), Gap(first, second, None, "too few evaluations for a band")
-    band = student(4) * float(np.hypot(*jumps))
+    known = min(int(np.count_nonzero(x <= at)) for x, _ in (a, b))
+    band = student(min(known, NEWEST) - 2) * float(np.hypot(one, other))
     return float(at), Gap(first, second, max(band, FLOOR * abs(first)), "jumps from evaluation to evaluation")
 
 
 def _jump(x: np.ndarray, y: np.ndarray) -> float | None:
-    """Standard deviation of one evaluation around its neighbours, from the newest (at most 8); None below 5."""
-    x, y = x[-8:], y[-8:]
-    if len(x) < FEWEST:
+    """Standard deviation of one evaluation around its neighbours, from the newest; None below 4 evaluations."""
+    x, y = x[-NEWEST:], y[-NEWEST:]
+    if len(x) < 4:
         return None
     weight = (x[1:-1] - x[:-2]) / (x[2:] - x[:-2])
     rest = y[1:-1] - (1 - weight) * y[:-2] - weight * y[2:]

@@ -14,13 +14,14 @@ from hfgpt.run_history import PastRun
 Section = tuple[str, list[tuple[str, list[str]]]]  # title, and rows of a label with one cell per run
 UNKNOWN = "-"
 WIDTH = 100
+_EVENTS_TOLD = 5  # of a kind and run
 
 NOISE = (
     "Noise: half the width of a 95 % band. For training losses it follows from the scatter of step losses around their "
-    "trend in the window that ends at the equal point (its last tenth, or more where records are few); for runs that saw "
-    "the same tokens from their differences step by step; for evaluations from their jumps from one to the next. It is "
-    f"never below {100 * FLOOR:g} % of the loss. It covers which text fell into the steps, and not what another seed would "
-    "change: a difference little beyond it wants a second seed."
+    "trend in the window that ends at the equal point (its last tenth, or more where records are few); for runs that "
+    "saw the same tokens from their differences step by step; for evaluations from their jumps from one to the next. "
+    f"It is never below {100 * FLOOR:g} % of the loss. It covers which text fell into the steps, and not what another "
+    "seed would change: a difference little beyond it wants a second seed."
 )
 
 
@@ -85,44 +86,64 @@ def sections(runs: Sequence[PastRun], found: dict[str, Any]) -> list[Section]:
         (
             "at the end",
             rows(
-                ("training loss, last tenth", "end_loss", "{:.4f}".format),
-                ("perplexity of it", "end_perplexity", "{:.4g}".format),
+                ("training loss", "end_loss", "{:.4f}".format),
+                ("its perplexity", "end_perplexity", "{:.4g}".format),
+                ("mean from step on", "end_loss_from_step", _whole),
                 ("evaluation loss", "eval_loss", "{:.4f}".format),
                 ("evaluation perplexity", "eval_perplexity", "{:.4g}".format),
                 ("bits per byte", "eval_bits_per_byte", "{:.4f}".format),
-                ("at step", "eval_step", _whole),
+                ("evaluated at step", "eval_step", _whole),
                 ("best evaluation loss", "best_eval_loss", "{:.4f}".format),
-                ("at step ", "best_eval_step", _whole),
+                ("at step", "best_eval_step", _whole),
             ),
         ),
     ]
+    comparable = all(pair["loss_per_token_comparable"] for pair in found["pairs"])
+    equal: dict[str, tuple[list[str], dict[str, Any]]] = {}  # axes with the same figures share a table
     for axis, point in found["equal"].items():
-        tables.append((f"at equal {axis}: {_place(axis, point['at'])}", _equal_rows(point, names)))
-    tables.insert(1 if len(runs) > 1 else len(tables), ("settings that differ" if len(runs) > 1 else "settings", differing))
+        equal.setdefault(str(point["runs"]), ([], point))[0].append(f"{axis} ({_place(axis, point['at'])})")
+    for axes, point in equal.values():
+        tables.append((f"at equal {' and '.join(axes)}", _equal_rows(point, names, comparable)))
+    if len(runs) > 1:
+        tables.insert(1, ("settings that differ", differing))
+    else:
+        tables.append(("settings", differing))
     return [(title, part) for title, part in tables if part]
 
 
-def _equal_rows(point: dict[str, Any], names: list[str]) -> list[tuple[str, list[str]]]:
+def _equal_rows(point: dict[str, Any], names: list[str], comparable: bool) -> list[tuple[str, list[str]]]:
     labels = {"loss": "training loss", "perplexity": "perplexity", "eval_loss": "evaluation loss"}
     labels |= {"eval_perplexity": "evaluation perplexity", "eval_bits_per_byte": "bits per byte"}
-    rows = [
-        (label, [_told(point["runs"][name][key], "{:.4g}".format if "perp" in key else "{:.4f}".format) for name in names])
-        for key, label in labels.items()
-    ]
+    if not comparable:
+        labels |= {key: f"{label} *" for key, label in labels.items() if key != "eval_bits_per_byte"}
+    forms = {key: "{:.4g}".format if "perplexity" in key else "{:.4f}".format for key in labels}
+    figures = [point["runs"][name] for name in names]
+    rows = [(label, [_told(figure[key], forms[key]) for figure in figures]) for key, label in labels.items()]
     return [row for row in rows if any(cell != UNKNOWN for cell in row[1])]
 
 
 def remarks(runs: Sequence[PastRun], found: dict[str, Any]) -> list[str]:
     """What stands below the tables: the peaks by number, events, and notes on the reading."""
     lines = [f"[{n}] {row['peak_source'] or 'source not known'}" for n, row in enumerate(found["mfu_against"], start=1)]
+    if not all(pair["loss_per_token_comparable"] for pair in found["pairs"]):
+        lines.append("* per token, which is not comparable between these runs")
     for run in runs:
+        kinds: dict[str, list[dict[str, Any]]] = {}
         for event in run.events:
-            if event.get("event") not in ("start", "save", "end"):
-                told = {k: v for k, v in event.items() if k not in ("event", "step", "time", "wall_seconds") and v}
-                told.pop("num_input_tokens_seen", None)
-                details = ", ".join(f"{key} {_value(value)}" for key, value in told.items())
-                lines.append(f"{run.name}: {event.get('event')} at step {event.get('step')}: {details}")
+            kinds.setdefault(str(event.get("event")), []).append(event)
+        for kind in [kind for kind in kinds if kind not in ("start", "save", "end")]:
+            lines += [f"{run.name}: {_event(event)}" for event in kinds[kind][:_EVENTS_TOLD]]
+            if (more := len(kinds[kind]) - _EVENTS_TOLD) > 0:
+                lines.append(f"{run.name}: {kind} {more} more times, up to step {kinds[kind][-1]['step']}")
     return lines + [f"note: {note}" for note in found["notes"]]
+
+
+def _event(event: dict[str, Any]) -> str:
+    always = ("event", "step", "time", "wall_seconds", "num_input_tokens_seen")
+    details = ", ".join(
+        f"{key} {_cut(_value(value), 120)}" for key, value in event.items() if key not in always and value
+    )
+    return f"{event.get('event')} at step {event['step']}{': ' if details else ''}{details}"
 
 
 def as_text(runs: Sequence[PastRun], found: dict[str, Any]) -> str:
@@ -136,8 +157,9 @@ def as_text(runs: Sequence[PastRun], found: dict[str, Any]) -> str:
             shown = " ".join(f"{_cut(cell, width):{width}}" for cell in cells)
             lines.append(f"{_cut(f'  {label}', label_width - 1):{label_width}}{shown}".rstrip())
     for pair in found["pairs"]:
-        lines += ["", f"{pair['b']} against {pair['a']}"]
-        lines += [line for verdict in pair["verdicts"] for line in _wrapped(verdict, "  ")]
+        summary, *answers = pair["verdicts"]
+        lines += ["", *_wrapped(f"{pair['b']} against {pair['a']}: {summary}", "")]
+        lines += [line for answer in answers for line in _wrapped(f"- {answer}", "  ")]
     lines += ["", *(line for remark in remarks(runs, found) for line in _wrapped(remark, ""))]
     if found["pairs"]:
         lines += ["", *_wrapped(NOISE, "")]
@@ -215,6 +237,8 @@ def _events(counts: dict[str, int]) -> str:
 
 
 def _value(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.6g}"
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) and value > 9999 else f"{value}"
 
 

@@ -63,7 +63,7 @@ class PastRun:
     notes: list[str] = field(default_factory=list)
 
     def values(self, key: str, axis: str = "step", evaluations: bool = False) -> tuple[np.ndarray, np.ndarray]:
-        """Two arrays: `axis` ("step", "num_input_tokens_seen", "flops", "wall_seconds") and `key` where both are known."""
+        """Where both are known, `axis` ("step", "num_input_tokens_seen", "flops", "wall_seconds") and `key`."""
         records = self.evaluations if evaluations else self.training
         pairs = [(self._place(record, axis), number(record.get(key))) for record in records]
         known = [(x, y) for x, y in pairs if x is not None and y is not None]
@@ -177,15 +177,19 @@ def _read_facts(run: PastRun, folder: RunFolder) -> None:
         run.notes.append(f"run.json {there}: settings and model are not known")
         return
     run.model, run.plan, run.data, run.facts = parts["model"], parts["plan"], parts["data"], content
+    for key in ("micro_batch", "sequence_length", "accumulation", "processes", "tokens_per_step", "max_steps"):
+        value = number(run.plan.get(key))
+        run.plan[key] = int(value) if value and value >= 1 else None
     run.settings = _resolved(parts["config"], run)
     run.flops_per_token = flops_per_token(run.model, run.plan.get("sequence_length"))
 
 
 def _resolved(config: dict[str, Any], run: PastRun) -> dict[str, Any]:
-    """All settings by name: stated ones over defaults, and what was decided at the start in place of "auto" and None."""
+    """All settings by name: stated ones over defaults, and what was decided at the start for "auto" and None."""
     from hfgpt.config import PretrainConfig
 
-    settings = {spec.name: spec.default for spec in dataclasses.fields(PretrainConfig)} | config
+    defaults: dict[str, Any] = {spec.name: spec.default for spec in dataclasses.fields(PretrainConfig)}
+    settings = defaults | config
     plan = run.plan
     if settings["min_learning_rate"] is None and number(settings["learning_rate"]):
         settings["min_learning_rate"] = 0.1 * settings["learning_rate"]

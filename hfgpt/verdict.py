@@ -7,27 +7,37 @@ from typing import Any
 from hfgpt.noise import Gap
 
 _BETTER_WORSE = ("better", "worse")
+_NAMES = {"eval_loss": "evaluation loss", "loss": "training loss", "eval_bits_per_byte": "bits per byte"}
 
 
 def verdicts(found: dict[str, Any]) -> list[str]:
-    """One line per question about a pair (see `compare.pair`), the summary of all first."""
+    """One line per question about a pair (see `compare.pair`), the summary of all first.
+
+    An axis whose answer is that of an earlier one shares its line.
+    """
     same, speed = _same_line(found), _speed_line(found)
-    by_axis = {name: _axis_line(found, name, gap) for name, gap in found["gaps"].items()}
-    summary = [same] if found["same_tokens"]["equal"] else []
+    summary = [same.split(" (")[0].split(":")[0]] if found["same_tokens"]["equal"] else []
     if not found["loss_per_token_comparable"]:
         summary.append("loss per token is not comparable")
     axis = "tokens" if found["gaps"]["tokens"]["at"] is not None else "steps"
     if found["gaps"][axis]["at"] is not None and not _same_result(found):
-        summary.append(decision(found, axis)[1])
+        assumed = f", if {found['assumed']}" if found["assumed"] and found["loss_per_token_comparable"] else ""
+        _, said, doubt = decision(found, axis)
+        summary.append(f"{said} at equal {axis}{doubt}{assumed}")
     if found["speed"]:
         summary.append(speed.split(" (")[0])
-    lines = ["; ".join(summary)] if summary else []
+    lines = ["; ".join(summary) or "no verdict"]
     if not found["loss_per_token_comparable"]:
         lines.append(
             f"loss per token is not comparable: {found['why_not_comparable']}; bits per byte of held-out text are"
         )
     lines += [f"{kind} losses give no verdict: {', '.join(r)}" for kind, r in found["reservations"].items() if r]
-    return [*lines, same, *by_axis.values(), speed]
+    caution = [
+        f"at the last common step {name} was at {_percent(100 * part)} of its length: with the learning rate not yet "
+        "at its end, a loss is higher than that of a run planned to end there"
+        for name, part in found["on_the_way"].items()
+    ]
+    return [*lines, same, *_axis_lines(found), *caution, speed]
 
 
 def _same_result(found: dict[str, Any]) -> bool:
@@ -53,46 +63,64 @@ def _same_line(found: dict[str, Any]) -> str:
     return f"same tokens{until}, {outcome}"
 
 
-def decision(found: dict[str, Any], axis: str) -> tuple[str | None, str]:
-    """What decides at equal `axis` ("eval_loss", "loss", "eval_bits_per_byte", or None), and the verdict.
+def decision(found: dict[str, Any], axis: str) -> tuple[str | None, str, str]:
+    """What decides at equal `axis` ("eval_loss", "loss", "eval_bits_per_byte", or None), the verdict, and a doubt.
 
-    Evaluations decide where they have a band, as they are of text the model has not seen; else training losses.
+    Evaluations come first, as they are of text the model has not seen; training losses where these show nothing.
     """
-    gaps, b, at = found["gaps"][axis], found["b"], f"at equal {axis}"
+    gaps, b = found["gaps"][axis], found["b"]
     reserved = found["reservations"]
     keys = [key for key, kind in (("eval_loss", "evaluation"), ("loss", "training")) if not reserved[kind]]
     if not found["loss_per_token_comparable"]:
         keys = [] if reserved["evaluation"] else ["eval_bits_per_byte"]
     known = [(key, gaps[key]) for key in keys if isinstance(gaps.get(key), Gap)]
     if _same_result(found) and gaps.get("paired") and known:
-        return known[0][0], f"no difference beyond noise {at}"
+        return None, "no difference beyond noise", ""
     for key, gap in known:
         if gap.beyond_noise:
-            return key, f"{b} is {abs(gap.percent):.2g} % {_BETTER_WORSE[gap.difference > 0]} {at}"
-        if gap.beyond_noise is False:
-            return key, f"no difference beyond noise {at}"
+            return key, f"{b} is {_percent(abs(gap.percent))} {_BETTER_WORSE[gap.difference > 0]}", ""
+    if any(gap.beyond_noise is False for _, gap in known):
+        return None, "no difference beyond noise", ""
     if known:
-        return None, f"{b} differs by {known[0][1].percent:+.2g} % {at}, with too few records to tell it from noise"
-    return None, f"no verdict {at}"
+        said = f"{b} differs by {_percent(known[0][1].percent, '+')}"
+        return None, said, ", with too few records to tell it from noise"
+    return None, "no verdict", ""
 
 
-def _axis_line(found: dict[str, Any], axis: str, gaps: dict[str, Any]) -> str:
-    if gaps["at"] is None:
-        return f"at equal {axis}: not known, {' and '.join(gaps['missing'])} has no {axis} with a finite loss"
+def _axis_lines(found: dict[str, Any]) -> list[str]:
+    answers: dict[tuple[str, str, str], list[str]] = {}
+    unknown = []
+    for axis, gaps in found["gaps"].items():
+        if gaps["at"] is None:
+            unknown.append(f"at equal {axis}: not known of {' and '.join(gaps['missing'])}")
+        else:
+            key, said, doubt = decision(found, axis)
+            by = f" by {_NAMES[key]}" if key else ""
+            if key == "loss" and isinstance(gaps["eval_loss"], Gap) and gaps["eval_loss"].beyond_noise is False:
+                doubt = ", while the evaluations show no difference beyond noise"
+            answers.setdefault((f"{said}{by}", doubt, _figures(found, gaps)), []).append(axis)
+    lines = [f"{said} at equal {' and '.join(axes)}{doubt}: {told}" for (said, doubt, told), axes in answers.items()]
+    return lines + unknown
+
+
+def _figures(found: dict[str, Any], gaps: dict[str, Any]) -> str:
     comparable = found["loss_per_token_comparable"]
-    names = {"eval_loss": "evaluation loss", "loss": "training loss"}
-    names = names if comparable else {"eval_bits_per_byte": "bits per byte"}
-    told = [f"{name} {_gap(gaps[key])}" for key, name in names.items() if isinstance(gaps.get(key), Gap)]
-    if not told:
-        told = ["one of them has no record there" if comparable else "not both have bits per byte there"]
-    key, verdict = decision(found, axis)
-    by = f" by {names[key]}" if key and len(told) > 1 else ""
-    return f"{verdict}{by}: {'; '.join(told)}"
+    names = ("eval_loss", "loss") if comparable else ("eval_bits_per_byte",)
+    told = [f"{_NAMES[key]} {_gap(gaps[key])}" for key in names if isinstance(gaps.get(key), Gap)]
+    missing = "one of them has no record there" if comparable else "not both have bits per byte there"
+    return "; ".join(told) or missing
 
 
 def _gap(gap: Gap) -> str:
-    band = gap.how if gap.band is None else f"noise ±{100 * gap.band / abs(gap.first or 1):.2g} %"
-    return f"{gap.first:.4f} and {gap.second:.4f} ({gap.percent:+.2g} %, {band})"
+    band = gap.how if gap.band is None else f"noise ±{_percent(100 * gap.band / abs(gap.first or 1))}"
+    return f"{gap.first:.4f} and {gap.second:.4f} ({_percent(gap.percent, '+')}, {band})"
+
+
+def _percent(value: float, sign: str = "") -> str:
+    """Two or three digits, and never more than two after the point: 0.13 %, 1.8 %, 35 %."""
+    decimals = 2 if abs(value) < 1 else 1 if abs(value) < 10 else 0
+    value = round(value, decimals)
+    return f"{value:{sign if value else ''}.{decimals}f} %" if value else "0.00 %"
 
 
 def _speed_line(found: dict[str, Any]) -> str:
