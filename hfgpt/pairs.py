@@ -163,14 +163,13 @@ def same_result(a: PastRun, b: PastRun, last: int) -> dict[str, Any] | None:
     tenth of the common steps may differ in its mean by twice the paired band (see `noise.paired`).
     """
     rounding = [_ROUNDING.get(run.precision, _ROUNDING_16_BITS) for run in (a, b)]
-    largest = 0.0
+    first = []  # where the two first differ by more, in each figure
     for key, tolerance in zip(("loss", "grad_norm"), map(max, *rounding), strict=True):
         steps, ya, yb = _common(a, b, key, last)
-        relative = np.abs(ya - yb) / np.maximum(np.maximum(np.abs(ya), np.abs(yb)), 1e-12)
-        largest = max(largest, float(relative.max(initial=0.0))) if key == "loss" else largest
-        for step, one, other, part in zip(steps, ya, yb, relative, strict=True):
-            if step <= _FIRST_STEPS and part > tolerance:
-                return {"same": False, "from_step": int(step), "key": key, "a": float(one), "b": float(other)}
+        for i in np.flatnonzero((steps <= _FIRST_STEPS) & (_relative(ya, yb) > tolerance))[:1]:
+            first.append({"same": False, "from_step": int(steps[i]), "key": key, "a": float(ya[i]), "b": float(yb[i])})
+    if first:
+        return min(first, key=lambda found: found["from_step"])
     steps, ya, yb = _common(a, b, "loss", last)
     if not len(steps):
         return None
@@ -180,7 +179,11 @@ def same_result(a: PastRun, b: PastRun, last: int) -> dict[str, Any] | None:
         if gap is not None and gap.band is not None and abs(gap.difference) > 2 * gap.band:
             first = int(steps[steps > start][0])
             return {"same": False, "from_step": first, "key": "loss", "a": gap.first, "b": gap.second}
-    return {"same": True, "steps": len(steps), "largest_part": largest}
+    return {"same": True, "steps": len(steps), "largest_part": float(_relative(ya, yb).max())}
+
+
+def _relative(one: np.ndarray, other: np.ndarray) -> np.ndarray:
+    return np.abs(one - other) / np.maximum(np.maximum(np.abs(one), np.abs(other)), 1e-12)
 
 
 def _common(a: PastRun, b: PastRun, key: str, last: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -15,14 +15,18 @@ from hfgpt.run_history import PastRun
 # Okabe and Ito's colours, which the colour-blind can tell apart too; dashes show what lies under an equal curve.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _DASHES, _MARKERS = ("-", (0, (4, 2)), (0, (1, 1.5)), (0, (6, 2, 1, 2))), "osD^v"
+_FALLING = ("loss", "eval_bits_per_byte")
 _LABELS = {
     "step": "steps", "num_input_tokens_seen": "tokens", "wall_seconds": "seconds of training", "flops": "FLOPs",
     "loss": "loss (nats per token)", "tokens_per_second": "tokens per second", "mfu": "MFU",
+    "eval_bits_per_byte": "bits per byte of held-out text",
 }  # fmt: skip
 
 
-def draw(report: Path, runs: Sequence[PastRun]) -> list[tuple[str, Path]]:
+def draw(report: Path, runs: Sequence[PastRun], comparable: bool = True) -> list[tuple[str, Path]]:
     """Write the plots that the runs have figures for, as PNG beside `report`; titles and paths.
+
+    comparable: whether loss per token means the same in all; if not, bits per byte are drawn too.
 
     Where tokens are not known of all runs, steps stand in their place. MFU is drawn against one peak for all runs: the
     first that one of them names.
@@ -34,13 +38,18 @@ def draw(report: Path, runs: Sequence[PastRun]) -> list[tuple[str, Path]]:
     main = ("tokens", "num_input_tokens_seen") if tokens else ("steps", "step")
     plots = [(f"Loss against {name}", f"loss_{name}", "loss", axis) for name, axis in (main, ("time", "wall_seconds"))]
     plots.append(("Loss against FLOPs", "loss_flops", "loss", "flops"))
+    if not comparable:
+        warning = "per token, does not compare between these runs"
+        plots = [(f"{title}: {warning}", name, key, axis) for title, name, key, axis in plots]
+        plots.insert(0, (f"Bits per byte against {main[0]}", "bits_per_byte", "eval_bits_per_byte", main[1]))
     plots.append(("Tokens per second", "speed", "tokens_per_second", main[1]))
     peak, source = next((p for p in map(_peak, runs) if p[0]), (None, None))
     plots.append((f"MFU against {peak or 0:.4g} TFLOP/s ({source})", "mfu", "mfu", main[1]))
     written = []
     for title, name, key, axis in plots:
         path = report.with_name(f"{report.stem}_{name}.png")
-        curves = [_mfu(run, axis, peak) if key == "mfu" else run.values(key, axis) for run in runs]
+        curves = [run.values(key, axis, evaluations=key.startswith("eval_")) for run in runs]
+        curves = [_mfu(run, axis, peak) for run in runs] if key == "mfu" else curves
         if _plot(path, title, key, axis, runs, curves):
             written.append((title, path))
         else:
@@ -71,7 +80,7 @@ def _plot(path: Path, title: str, key: str, axis: str, runs: Sequence[PastRun], 
         if len(x):
             _curve(axes, x, y, key, linestyle=_DASHES[index % len(_DASHES)], **look)
             low.append(np.quantile(y, 0.002))
-            high.append(_top(y) if key == "loss" else np.quantile(y, 0.98))
+            high.append(_top(y) if key in _FALLING else np.quantile(y, 0.98))
         x, y = run.values("eval_loss", axis, evaluations=True) if key == "loss" else (x[:0], y[:0])
         if len(x):
             look["label"] = f"{run.name}, evaluation"
@@ -80,9 +89,9 @@ def _plot(path: Path, title: str, key: str, axis: str, runs: Sequence[PastRun], 
             low.append(y.min())
             high.append(_top(y))
     if high:
-        bottom, top = (min(low), max(high)) if key == "loss" else (0.0, max(high))
+        bottom, top = (min(low) if key in _FALLING else 0.0), max(high)
         margin = 0.06 * (top - bottom) or 0.05 * abs(top) or 1.0
-        axes.set_ylim(bottom - (margin if key == "loss" else 0), top + margin)
+        axes.set_ylim(bottom - (margin if key in _FALLING else 0), top + margin)
         _dress(axes, title, key, axis)
         figure.savefig(path, dpi=120)
     pyplot.close(figure)
@@ -95,7 +104,7 @@ def _curve(axes: Any, x: np.ndarray, y: np.ndarray, key: str, color: str, label:
     if size > 1:
         axes.plot(x, y, color=color, linewidth=0.6, alpha=0.25)
         windows = np.lib.stride_tricks.sliding_window_view(y, size)
-        y = windows.mean(axis=1) if key == "loss" else np.median(windows, axis=1)
+        y = windows.mean(axis=1) if key in _FALLING else np.median(windows, axis=1)
         x = x[size // 2 : size // 2 + len(y)]
     axes.plot(x, y, color=color, linewidth=1.6, linestyle=linestyle, label=label, marker="." if len(x) == 1 else "")
 
@@ -120,7 +129,7 @@ def _dress(axes: Any, title: str, key: str, axis: str) -> None:
     axes.grid(color="0.9", linewidth=0.8)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize=8, loc="upper right" if key == "loss" else "best")
+    axes.legend(frameon=False, fontsize=8, loc="upper right" if key in _FALLING else "best")
 
 
 def _short(value: float) -> str:

@@ -189,7 +189,7 @@ def write_report(path: Path, runs: Sequence[PastRun], found: dict[str, Any]) -> 
 
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        pictures = draw(path, runs)
+        pictures = draw(path, runs, all(pair["loss_per_token_comparable"] for pair in found["pairs"]))
         path.write_text(_markdown(runs, found, pictures), encoding="utf-8")
     except OSError as error:
         raise UserError(f"output={path}: cannot be written ({error.strerror}); name another place") from None
