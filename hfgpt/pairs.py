@@ -163,13 +163,14 @@ def same_result(a: PastRun, b: PastRun, last: int) -> dict[str, Any] | None:
     tenth of the common steps may differ in its mean by twice the paired band (see `noise.paired`).
     """
     rounding = [_ROUNDING.get(run.precision, _ROUNDING_16_BITS) for run in (a, b)]
-    first = []  # where the two first differ by more, in each figure
+    early: list[dict[str, Any]] = []  # where the two first differ by more, in each figure
     for key, tolerance in zip(("loss", "grad_norm"), map(max, *rounding), strict=True):
         steps, ya, yb = _common(a, b, key, last)
         for i in np.flatnonzero((steps <= _FIRST_STEPS) & (_relative(ya, yb) > tolerance))[:1]:
-            first.append({"same": False, "from_step": int(steps[i]), "key": key, "a": float(ya[i]), "b": float(yb[i])})
-    if first:
-        return min(first, key=lambda found: found["from_step"])
+            step, one, other = int(steps[i]), float(ya[i]), float(yb[i])
+            early.append({"same": False, "from_step": step, "key": key, "a": one, "b": other})
+    if early:
+        return min(early, key=lambda found: found["from_step"])
     steps, ya, yb = _common(a, b, "loss", last)
     if not len(steps):
         return None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,11 +26,11 @@ _MODEL = (
 
 
 def number(value: Any) -> float | None:
-    """`value` if it is a finite number, else None."""
+    """`value` if it is a finite number, and not beyond anything a run could measure, else None."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:
-        return float(value) if math.isfinite(value) else None
+        return float(value) if abs(value) < 1e100 else None
     except OverflowError:
         return None
 
@@ -169,7 +168,7 @@ def _lines(path: Path) -> Iterator[dict[str, Any] | None]:
 
 def _read_facts(run: PastRun, folder: RunFolder) -> None:
     try:
-        content = json.loads(folder.run_json.read_text(encoding="utf-8"))
+        content = json.loads(folder.run_json.read_text(encoding="utf-8"), parse_constant=lambda _: None)
         parts = {key: content.pop(key) for key in ("config", "model", "plan", "data")}
         assert all(isinstance(part, dict) for part in parts.values())
     except (OSError, ValueError, KeyError, TypeError, AttributeError, AssertionError, RecursionError):
@@ -177,6 +176,9 @@ def _read_facts(run: PastRun, folder: RunFolder) -> None:
         run.notes.append(f"run.json {there}: settings and model are not known")
         return
     run.model, run.plan, run.data, run.facts = parts["model"], parts["plan"], parts["data"], content
+    for key in ("vocab_size", "parameters", "parameters_without_positions"):
+        if number(run.model.get(key)) is None:
+            run.model.pop(key, None)
     for key in ("micro_batch", "sequence_length", "accumulation", "processes", "tokens_per_step", "max_steps"):
         value = number(run.plan.get(key))
         run.plan[key] = int(value) if value and value >= 1 else None
@@ -218,8 +220,9 @@ def _resolved(config: dict[str, Any], run: PastRun) -> dict[str, Any]:
     return {key: value for key, value in settings.items() if key not in (*_NAMES, *_LENGTHS, "model")}
 
 
-def _of(facts: dict[str, Any], key: str, inner: str) -> Any:
-    return facts[key].get(inner) if isinstance(facts.get(key), dict) else None
+def _of(facts: dict[str, Any], key: str, inner: str) -> str | bool | None:
+    value = facts[key].get(inner) if isinstance(facts.get(key), dict) else None
+    return value if isinstance(value, str | bool) else None
 
 
 def _take_changes(run: PastRun) -> None:
@@ -239,5 +242,5 @@ def flops_per_token(model: dict[str, Any], sequence_length: int | None) -> float
     fields: Any = SimpleNamespace(**{"n_inner": None, "tie_word_embeddings": True, **model})
     try:
         return float(training_flops_per_token(fields, sequence_length))  # type: ignore[arg-type]
-    except (AttributeError, TypeError):
+    except (AttributeError, TypeError, OverflowError):
         return None

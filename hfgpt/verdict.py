@@ -66,7 +66,8 @@ def _same_line(found: dict[str, Any]) -> str:
 def decision(found: dict[str, Any], axis: str) -> tuple[str | None, str, str]:
     """What decides at equal `axis` ("eval_loss", "loss", "eval_bits_per_byte", or None), the verdict, and a doubt.
 
-    Evaluations come first, as they are of text the model has not seen; training losses where these show nothing.
+    Of evaluation and training loss the one with the narrower band decides, so that chance has one try, not two. Where
+    the other says the opposite beyond its own noise, as when a text is learnt by heart, that is the doubt.
     """
     gaps, b = found["gaps"][axis], found["b"]
     reserved = found["reservations"]
@@ -76,11 +77,15 @@ def decision(found: dict[str, Any], axis: str) -> tuple[str | None, str, str]:
     known = [(key, gaps[key]) for key in keys if isinstance(gaps.get(key), Gap)]
     if _same_result(found) and gaps.get("paired") and known:
         return None, "no difference beyond noise", ""
-    for key, gap in known:
-        if gap.beyond_noise:
-            return key, f"{b} is {_percent(abs(gap.percent))} {_BETTER_WORSE[gap.difference > 0]}", ""
-    if any(gap.beyond_noise is False for _, gap in known):
-        return None, "no difference beyond noise", ""
+    if judges := [(gap.band, key, gap) for key, gap in known if gap.band is not None]:
+        _, key, gap = min(judges)
+        if not gap.beyond_noise:
+            return key, "no difference beyond noise", ""
+        against = [
+            _NAMES[other] for _, other, its in judges if its.beyond_noise and its.difference * gap.difference < 0
+        ]
+        said = f"{b} is {_percent(abs(gap.percent))} {_BETTER_WORSE[gap.difference > 0]}"
+        return key, said, f", while the {against[0]} says the opposite" if against else ""
     if known:
         said = f"{b} differs by {_percent(known[0][1].percent, '+')}"
         return None, said, ", with too few records to tell it from noise"
@@ -96,8 +101,6 @@ def _axis_lines(found: dict[str, Any]) -> list[str]:
         else:
             key, said, doubt = decision(found, axis)
             by = f" by {_NAMES[key]}" if key else ""
-            if key == "loss" and isinstance(gaps["eval_loss"], Gap) and gaps["eval_loss"].beyond_noise is False:
-                doubt = ", while the evaluations show no difference beyond noise"
             answers.setdefault((f"{said}{by}", doubt, _figures(found, gaps)), []).append(axis)
     lines = [f"{said} at equal {' and '.join(axes)}{doubt}: {told}" for (said, doubt, told), axes in answers.items()]
     return lines + unknown
