@@ -12,7 +12,7 @@ Curve = tuple[np.ndarray, np.ndarray]  # places, rising, and values
 # another seed, moves a run by about as much, and a single pair has no second seed to show it.
 FLOOR = 0.001
 # Records in a window that a band needs, and that it should have.
-FEWEST, ENOUGH = 5, 20
+FEWEST, ENOUGH = 5, 10
 # Evaluations whose jumps tell the noise of one.
 NEWEST = 8
 

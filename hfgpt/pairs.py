@@ -15,10 +15,11 @@ from hfgpt.run_history import PastRun, number
 from hfgpt.verdict import verdicts
 
 AXES = {"steps": "step", "tokens": "num_input_tokens_seen", "FLOPs": "flops", "wall time": "wall_seconds"}
-# Up to what part two runs of the same computation differ by rounding in their first steps: loss, gradient norm.
+# Up to what part two runs of the same computation differ by rounding in their first steps: loss, gradient norm. Seen
+# on tiny models: 1e-7 and 1e-6 in float32, 3e-4 and 3e-3 in bfloat16.
 _ROUNDING = {"no": (1e-4, 1e-3), None: (1e-4, 1e-3)}
 _ROUNDING_16_BITS = (2e-3, 2e-2)
-_FIRST_STEPS = 5
+_FIRST_STEPS = (20, 5)
 # First losses lie near ln V. Further apart than this, nats per token, and the vocabularies differ.
 _FIRST_LOSS_GAP = 0.5
 
@@ -148,7 +149,8 @@ def _reservations(a: PastRun, b: PastRun) -> tuple[list[str], list[str]]:
     texts = [run.settings.get("text") for run in (a, b)]
     if None not in texts and texts[0] != texts[1] and a.data.get("tokenizer") == b.data.get("tokenizer"):
         training.append("trained on different text")
-    if any(a.settings.get(key) != b.settings.get(key) for key in ("model.resid_pdrop", "model.embd_pdrop")):
+    dropouts = [[run.settings.get(f"model.{key}") for key in ("resid_pdrop", "embd_pdrop")] for run in (a, b)]
+    if None not in (*dropouts[0], *dropouts[1]) and dropouts[0] != dropouts[1]:
         training.append("different dropout, which raises the loss in training alone")
     held = [run.data.get("held_out.hash") for run in (a, b)]
     if None not in held and held[0] != held[1]:
@@ -159,14 +161,15 @@ def _reservations(a: PastRun, b: PastRun) -> tuple[list[str], list[str]]:
 def same_result(a: PastRun, b: PastRun, last: int) -> dict[str, Any] | None:
     """Whether steps up to `last`, whose text was the same, gave the same; None without a common record.
 
-    In the first steps the two may differ by rounding alone, in loss and gradient norm. Later, rounding has grown: each
-    tenth of the common steps may differ in its mean by twice the paired band (see `noise.paired`).
+    In the first steps the two may differ by rounding alone, in loss and gradient norm. Later, rounding has grown: the
+    mean of no tenth, fifth or half of the common steps, nor of the last window, may differ by more than twice the
+    paired band (see `noise.paired`).
     """
     rounding = [_ROUNDING.get(run.precision, _ROUNDING_16_BITS) for run in (a, b)]
     early: list[dict[str, Any]] = []  # where the two first differ by more, in each figure
-    for key, tolerance in zip(("loss", "grad_norm"), map(max, *rounding), strict=True):
+    for key, tolerance, until in zip(("loss", "grad_norm"), map(max, *rounding), _FIRST_STEPS, strict=True):
         steps, ya, yb = _common(a, b, key, last)
-        for i in np.flatnonzero((steps <= _FIRST_STEPS) & (_relative(ya, yb) > tolerance))[:1]:
+        for i in np.flatnonzero((steps <= until) & (_relative(ya, yb) > tolerance))[:1]:
             step, one, other = int(steps[i]), float(ya[i]), float(yb[i])
             early.append({"same": False, "from_step": step, "key": key, "a": one, "b": other})
     if early:
@@ -174,13 +177,19 @@ def same_result(a: PastRun, b: PastRun, last: int) -> dict[str, Any] | None:
     steps, ya, yb = _common(a, b, "loss", last)
     if not len(steps):
         return None
-    edges = np.linspace(0, steps[-1], 11)
-    for start, end in itertools.pairwise(edges):
-        gap = noise.paired((steps, ya), (steps, yb), float(end), float(start)) if np.any(steps <= end) else None
+    spans = [span for parts in (10, 5, 2) for span in itertools.pairwise(np.linspace(0, steps[-1], parts + 1))]
+    for start, end in [*spans, (noise.window([steps], steps[-1]), steps[-1])]:
+        gap = noise.paired((steps, ya), (steps, yb), float(end), float(start))
         if gap is not None and gap.band is not None and abs(gap.difference) > 2 * gap.band:
-            first = int(steps[steps > start][0])
-            return {"same": False, "from_step": first, "key": "loss", "a": gap.first, "b": gap.second}
+            return _first_shown(steps, ya, yb, (steps > start) & (steps <= end))
     return {"same": True, "steps": len(steps), "largest_part": float(_relative(ya, yb).max())}
+
+
+def _first_shown(steps: np.ndarray, ya: np.ndarray, yb: np.ndarray, inside: np.ndarray) -> dict[str, Any]:
+    """The first record that differs by half of what those inside the window that told do."""
+    parts = _relative(ya, yb)
+    i = int(np.flatnonzero(parts >= 0.5 * np.median(parts[inside]))[0])
+    return {"same": False, "from_step": int(steps[i]), "key": "loss", "a": float(ya[i]), "b": float(yb[i])}
 
 
 def _relative(one: np.ndarray, other: np.ndarray) -> np.ndarray:

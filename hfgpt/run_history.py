@@ -241,6 +241,6 @@ def flops_per_token(model: dict[str, Any], sequence_length: int | None) -> float
 
     fields: Any = SimpleNamespace(**{"n_inner": None, "tie_word_embeddings": True, **model})
     try:
-        return float(training_flops_per_token(fields, sequence_length))  # type: ignore[arg-type]
+        return number(training_flops_per_token(fields, sequence_length))  # type: ignore[arg-type]
     except (AttributeError, TypeError, OverflowError):
         return None

@@ -75,7 +75,7 @@ def decision(found: dict[str, Any], axis: str) -> tuple[str | None, str, str]:
     if not found["loss_per_token_comparable"]:
         keys = [] if reserved["evaluation"] else ["eval_bits_per_byte"]
     known = [(key, gaps[key]) for key in keys if isinstance(gaps.get(key), Gap)]
-    if _same_result(found) and gaps.get("paired") and known:
+    if _same_result(found) and gaps.get("paired") and known:  # which asked more than the band of one window
         return None, "no difference beyond noise", ""
     if judges := [(gap.band, key, gap) for key, gap in known if gap.band is not None]:
         _, key, gap = min(judges)

@@ -393,6 +393,22 @@ def test_another_learning_rate_on_the_same_tokens(config, tmp_path):
     assert lines[0].startswith("same tokens, different result from step 2 on; b is ") and " worse at equal" in lines[0]
 
 
+def test_another_result_is_seen_in_sparse_logs(tmp_path):
+    """Losses that part slowly, each tenth of the run with few records."""
+    a = write_run(tmp_path / "a", every=10, steps=700, text_noise=0.05, noise=0.02, seed=1)
+    b = write_run(tmp_path / "b", every=10, steps=700, text_noise=0.05, noise=0.02, seed=2)
+    lines = [json.loads(line) for line in (b / "metrics.jsonl").read_text().splitlines()]
+    firsts = {json.loads(line)["step"]: json.loads(line) for line in (a / "metrics.jsonl").read_text().splitlines()}
+    for line in lines:
+        if "loss" in line:
+            noise = 0.0 if line["step"] <= 20 else line["loss"] - firsts[line["step"]].get("loss", line["loss"])
+            line["loss"] = (
+                firsts[line["step"]].get("loss", line["loss"]) * (1 - 1e-4 * max(0, line["step"] - 20)) + noise
+            )
+    (b / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert verdicts(a, b)[0].startswith("same tokens, different result from step ")
+
+
 def test_a_real_run_that_was_killed_and_resumed(config, tmp_path):
     trained(config("whole", max_steps=12))
     with pytest.raises(KeyboardInterrupt):
