@@ -167,7 +167,9 @@ def audit(
 
 @app.command()
 def compare(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN [RUN ...]", help="Run folders, or nanoGPT console logs.")],
+    runs: Annotated[
+        list[Path], typer.Argument(metavar="RUN [RUN ...]", help="Run folders, or console logs of nanoGPT or llm.c.")
+    ],
     output: Annotated[Path | None, typer.Option("--output", help="Markdown report; PNG plots go beside it.")] = None,
     tokens_per_step: Annotated[
         list[int] | None,

@@ -134,7 +134,7 @@ def _dress(axes: Any, title: str, key: str, axis: str) -> None:
 
 def _short(value: float) -> str:
     """12.5k, 3M, 10B: large counts as people say them."""
-    for scale, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e4, "k")):
+    for scale, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= scale:
-            return f"{value / (1e3 if letter == 'k' else scale):g}{letter}"
+            return f"{value / scale:g}{letter}"
     return f"{value:g}"
