@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from math import inf
 from pathlib import Path
 from typing import Any
 
+from hfgpt.compare import perplexity
 from hfgpt.errors import UserError
 from hfgpt.noise import FLOOR
-from hfgpt.run_history import PastRun
+from hfgpt.run_history import PastRun, number
 
 Section = tuple[str, list[tuple[str, list[str]]]]  # title, and rows of a label with one cell per run
 UNKNOWN = "-"
 WIDTH = 100
-_EVENTS_TOLD = 5  # of a kind and run
+_EVENTS_TOLD, _EVALUATIONS_TOLD = 5, 20  # of a kind and run; of a run
 
 NOISE = (
     "Noise: half the width of a 95 % band. For training losses it follows from the scatter of step losses around their "
@@ -107,8 +109,34 @@ def sections(runs: Sequence[PastRun], found: dict[str, Any]) -> list[Section]:
     if len(runs) > 1:
         tables.insert(1, ("settings that differ", differing))
     else:
+        tables += [("plan and text", _plan_rows(runs[0])), ("evaluations", _evaluation_rows(runs[0]))]
         tables.append(("settings", differing))
     return [(title, part) for title, part in tables if part]
+
+
+def _plan_rows(run: PastRun) -> list[tuple[str, list[str]]]:
+    rows = []
+    for label, key, value in (("precision", "precision", "name"), ("compile", "torch_compile", "enabled")):
+        if isinstance(choice := run.plan.get(key), dict) and value in choice:
+            rows.append((label, [f"{choice[value]} ({choice.get('reason') or 'no reason given'})"]))
+    text = run.plan.get("text")
+    return rows + [("text", [str(line)]) for line in (text if isinstance(text, list) else [])]
+
+
+def _evaluation_rows(run: PastRun) -> list[tuple[str, list[str]]]:
+    """At most _EVALUATIONS_TOLD of them, evenly spread up to the newest."""
+    every = -(-len(run.evaluations) // _EVALUATIONS_TOLD) or 1
+    rows = []
+    for record in run.evaluations[::-every][::-1]:
+        loss, bits = number(record["eval_loss"]), number(record.get("eval_bits_per_byte"))
+        told = (
+            ["loss not finite"] if loss is None else [f"loss {loss:.4f}", f"perplexity {perplexity(loss) or inf:.4g}"]
+        )
+        told += [] if bits is None else [f"{bits:.4f} bits per byte"]
+        if (train := number(record.get("train_eval_loss"))) is not None:
+            told.append(f"training split {train:.4f}")
+        rows.append((f"step {record['step']:,}", [", ".join(told)]))
+    return rows
 
 
 def _equal_rows(point: dict[str, Any], names: list[str], comparable: bool) -> list[tuple[str, list[str]]]:

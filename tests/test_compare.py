@@ -563,7 +563,16 @@ def test_the_report_of_one_run(tmp_path):
     found = compare(runs)
     files = write_report(tmp_path / "out" / "a.md", runs, found)
     text = files[-1].read_text()
-    for part in ("learning\\_rate", "tokens/s", "MFU against 80.2", "evaluation loss", "time of training", "finished"):
+    for part in (
+        "learning\\_rate",
+        "tokens/s",
+        "MFU against 80.2",
+        "evaluation loss",
+        "time of training",
+        "finished",
+        "step 400",
+        "precision",
+    ):
         assert part in text
     assert "Noise:" not in text and found["pairs"] == []
 
