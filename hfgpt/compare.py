@@ -79,6 +79,7 @@ def facts(run: PastRun) -> dict[str, Any]:
     """What is known of one run by itself; the training loss at the end is a mean (see `noise.window`)."""
     step_seconds = run.typical("step_seconds")
     accumulation = run.plan.get("accumulation")
+    recut = any(event.get("event") == "oom_retry" for event in run.events)  # micro-batches of two sizes
     steps, losses = run.values("loss")
     start = noise.window([steps], steps[-1]) if len(steps) else None
     end_loss = float(np.mean(losses[(steps > start) | (steps == steps[-1])])) if len(steps) else None
@@ -106,7 +107,7 @@ def facts(run: PastRun) -> dict[str, Any]:
         "tokens_per_step": run.tokens_per_step,
         "tokens_per_second": run.typical("tokens_per_second"),
         "step_seconds": step_seconds,
-        "micro_batch_seconds": step_seconds / accumulation if step_seconds and accumulation else None,
+        "micro_batch_seconds": step_seconds / accumulation if step_seconds and accumulation and not recut else None,
         "mfu": run.typical("mfu"),
         "hfu": run.typical("hfu"),
         "peak_tflops": run.newest("peak_tflops"),

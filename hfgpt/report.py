@@ -118,7 +118,8 @@ def _plan_rows(run: PastRun) -> list[tuple[str, list[str]]]:
     rows = []
     for label, key, value in (("precision", "precision", "name"), ("compile", "torch_compile", "enabled")):
         if isinstance(choice := run.plan.get(key), dict) and value in choice:
-            rows.append((label, [f"{choice[value]} ({choice.get('reason') or 'no reason given'})"]))
+            said = "on" if choice[value] is True else "off" if choice[value] is False else choice[value]
+            rows.append((label, [f"{said} ({choice.get('reason') or 'no reason given'})"]))
     text = run.plan.get("text")
     return rows + [("text", [str(line)]) for line in (text if isinstance(text, list) else [])]
 

@@ -226,13 +226,17 @@ def _of(facts: dict[str, Any], key: str, inner: str) -> str | bool | None:
 
 
 def _take_changes(run: PastRun) -> None:
-    """Settings that a resume changed hold both values: "0.1; 0.2 from step 500 on"."""
+    """Settings that a resume, or want of memory, changed hold both values: "0.1; 0.2 from step 500 on"."""
     for event in run.events:
-        changes = event.get("changed_settings")
-        for key, change in changes.items() if isinstance(changes, dict) else ():
-            if key in run.settings and isinstance(change, dict) and "to" in change:
-                before, now = run.settings[key], change["to"]
-                run.settings[key] = f"{before}; {now} from step {event['step']} on"
+        changes: Any = event.get("changed_settings")
+        changes = changes.items() if isinstance(changes, dict) else ()
+        now = {key: change["to"] for key, change in changes if isinstance(change, dict) and "to" in change}
+        if event["event"] == "oom_retry":
+            cut = {"per_device_train_batch_size": "micro_batch", "gradient_accumulation_steps": "accumulation"}
+            now = {key: event[name] for key, name in cut.items() if name in event}
+        for key, value in now.items():
+            if key in run.settings:
+                run.settings[key] = f"{run.settings[key]}; {value} from step {event['step']} on"
 
 
 def flops_per_token(model: dict[str, Any], sequence_length: int | None) -> float | None:

@@ -285,6 +285,15 @@ def test_a_resumed_run_has_each_step_once(tmp_path):
     assert "resume at step 200" in as_text(read_runs([a, b]), found)
 
 
+def test_a_micro_batch_that_memory_made_smaller(tmp_path):
+    a, b = write_run(tmp_path / "a"), write_run(tmp_path / "b")
+    with open(b / "metrics.jsonl", "a") as file:
+        file.write(json.dumps({"step": 99, "event": "oom_retry", "micro_batch": 2, "accumulation": 4}) + "\n")
+    found = compared(a, b)
+    assert found["settings_that_differ"]["per_device_train_batch_size"] == {"a": 4, "b": "4; 2 from step 99 on"}
+    assert found["runs"][0]["micro_batch_seconds"] == 0.25 and found["runs"][1]["micro_batch_seconds"] is None
+
+
 def test_runs_as_they_come(tmp_path):
     """Different lengths, in progress, losses that are not finite, steps left out, broken lines, no run.json."""
     a = write_run(tmp_path / "a", tokens="a")
