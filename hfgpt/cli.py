@@ -205,6 +205,34 @@ def audit(
 
 
 @app.command()
+def compare(
+    runs: Annotated[
+        list[Path], typer.Argument(metavar="RUN [RUN ...]", help="Run folders, or console logs of nanoGPT or llm.c.")
+    ],
+    output: Annotated[Path | None, typer.Option("--output", help="Markdown report; PNG plots go beside it.")] = None,
+    tokens_per_step: Annotated[
+        list[int] | None,
+        typer.Option("--tokens_per_step", help="Of logs that do not say: one for all, or repeated, one for each log."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Report on one run, or put several side by side: settings, speed, loss at equal steps, tokens, FLOPs and time.
+
+    Example: hfgpt compare out/a out/b --output report.md
+    """
+    from hfgpt import report
+    from hfgpt.compare import compare as compared
+    from hfgpt.compare import read_runs
+
+    read = read_runs(runs, tokens_per_step or ())
+    found = compared(read)
+    written = report.write_report(output, read, found) if output else []
+    print(json.dumps(found, indent=2) if as_json else report.as_text(read, found))
+    if written:
+        print(f"written: {', '.join(map(str, written))}", file=sys.stderr)
+
+
+@app.command()
 def verify(
     checkpoint: Annotated[Path, typer.Argument(help="Checkpoint folder: ours, or any GPT-2 model's.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
