@@ -220,9 +220,8 @@ def compare(
 
     Example: hfgpt compare out/a out/b --output report.md
     """
-    from hfgpt import report
     from hfgpt.compare import compare as compared
-    from hfgpt.compare import read_runs
+    from hfgpt.compare import read_runs, report
 
     read = read_runs(runs, tokens_per_step or ())
     found = compared(read)

@@ -15,11 +15,11 @@ from running import StopAt, trained
 
 from hfgpt import Pretrainer, UserError, cli
 from hfgpt.compare import compare, read_runs
+from hfgpt.compare.console_log import NANOGPT_PEAK_TFLOPS
+from hfgpt.compare.noise import FLOOR, apart, level, window
+from hfgpt.compare.report import WIDTH, as_text, write_report
 from hfgpt.configuration_hfgpt import model_config
-from hfgpt.console_log import NANOGPT_PEAK_TFLOPS
 from hfgpt.flops import parameter_counts
-from hfgpt.noise import FLOOR, apart, level, window
-from hfgpt.report import WIDTH, as_text, write_report
 
 LOGS = SHARED / "reference_logs"
 RATED = {"peak_tflops": 80.2, "peak_source": "rated: NVIDIA GeForce RTX 4070 Ti bf16 dense"}

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from hfgpt.compare import perplexity
+from hfgpt.compare.noise import FLOOR
+from hfgpt.compare.run_history import PastRun, number
 from hfgpt.errors import UserError
-from hfgpt.noise import FLOOR
-from hfgpt.run_history import PastRun, number
 
 Section = tuple[str, list[tuple[str, list[str]]]]  # title, and rows of a label with one cell per run
 UNKNOWN = "-"
@@ -214,7 +214,7 @@ def write_report(path: Path, runs: Sequence[PastRun], found: dict[str, Any]) -> 
         raise UserError(f"output={path}: is a folder; name a file, such as {path / 'report.md'}")
     if path.suffix.lower() not in (".md", ".markdown"):
         raise UserError(f"output={path}: the report is Markdown; name a file that ends in .md")
-    from hfgpt.plots import draw
+    from hfgpt.compare.plots import draw
 
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

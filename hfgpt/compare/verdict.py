@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hfgpt.noise import Gap
+from hfgpt.compare.noise import Gap
 
 _BETTER_WORSE = ("better", "worse")
 _NAMES = {"eval_loss": "evaluation loss", "loss": "training loss", "eval_bits_per_byte": "bits per byte"}

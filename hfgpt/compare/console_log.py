@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from hfgpt.compare.run_history import PastRun, add_in_order, flops_per_token, number
 from hfgpt.errors import UserError
-from hfgpt.run_history import PastRun, add_in_order, flops_per_token, number
 
 # nanoGPT divides by the bf16 rate of this card on every device.
 NANOGPT_PEAK_TFLOPS = 312.0

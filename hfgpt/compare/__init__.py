@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from hfgpt import noise
-from hfgpt.console_log import read_log
+from hfgpt.compare import noise
+from hfgpt.compare.console_log import read_log
+from hfgpt.compare.pairs import AXES, pair
+from hfgpt.compare.run_history import PastRun, number, read_folder
 from hfgpt.errors import UserError
-from hfgpt.pairs import AXES, pair
-from hfgpt.run_history import PastRun, number, read_folder
 
 
 def read_runs(paths: Sequence[str | Path], tokens_per_step: Sequence[int] = ()) -> list[PastRun]:

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from hfgpt.compare.noise import Curve
+from hfgpt.compare.run_history import PastRun
 from hfgpt.flops import mfu
-from hfgpt.noise import Curve
-from hfgpt.run_history import PastRun
 
 # Okabe and Ito's colours, which the colour-blind can tell apart too; dashes show what lies under an equal curve.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hfgpt import noise
-from hfgpt.noise import Gap
-from hfgpt.run_history import PastRun, number
-from hfgpt.verdict import verdicts
+from hfgpt.compare import noise
+from hfgpt.compare.noise import Gap
+from hfgpt.compare.run_history import PastRun, number
+from hfgpt.compare.verdict import verdicts
 
 AXES = {"steps": "step", "tokens": "num_input_tokens_seen", "FLOPs": "flops", "wall time": "wall_seconds"}
 # Up to what part two runs of the same computation differ by rounding in their first steps: loss, gradient norm. Seen
