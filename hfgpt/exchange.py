@@ -14,7 +14,7 @@ from hfgpt.configuration_hfgpt import fields_of
 from hfgpt.data.tokenization import has_tokenizer, load_tokenizer, save_tokenizer
 from hfgpt.errors import UserError
 from hfgpt.flops import parameter_counts
-from hfgpt.model_card import plain_card
+from hfgpt.model_card import exported, plain_card
 from hfgpt.modeling_hfgpt import GPT2LMHeadModel, new_model
 from hfgpt.nanogpt import read_nanogpt
 from hfgpt.weights import fit_vocabulary, load_model
@@ -75,7 +75,8 @@ def export(checkpoint: Path, folder: Path, dtype: str = "float32", untie_head: b
     readme = checkpoint / "README.md"
     text = readme.read_text(encoding="utf-8") if readme.is_file() else None
     count = parameter_counts(model.config).total
-    text = text or plain_card(folder.name, count, f"exported with hfgpt from {checkpoint.resolve().name}.")
+    story = f"exported with hfgpt from {checkpoint.resolve().name}."
+    text = exported(text, dtype, count) if text else plain_card(folder.name, count, story)
     write_folder(folder, partial(_write, model, tokenizer, text))
     return [*said, _written(folder, model, tokenizer)]
 
@@ -92,6 +93,11 @@ def _tokenizer(name: str, text: Path | None, n_positions: int) -> PreTrainedToke
         characters = text.read_text(encoding="utf-8") if text else ""
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"text={text}: cannot be read as UTF-8 ({error})") from error
+    if text and "\n" not in characters:
+        raise UserError(
+            f"text={text}: holds no line end, which a tokenizer of characters has here, so that the ids would not be "
+            "the checkpoint's; it cannot be imported with its tokenizer"
+        )
     return load_tokenizer(name, lambda: [characters], n_positions)
 
 

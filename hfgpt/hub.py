@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from huggingface_hub import CommitOperationAdd, HfApi, ModelCard, ModelCardData, constants, get_token
-from huggingface_hub.errors import HFValidationError
+from huggingface_hub.errors import HFValidationError, RevisionNotFoundError
 from huggingface_hub.utils import disable_progress_bars, validate_repo_id
 
+from hfgpt.checkpoint import MANIFEST
 from hfgpt.config import PretrainConfig
 from hfgpt.data.remote import asked_pause, deadline, first_line, is_passing, quiet_hub
 from hfgpt.errors import RunError, UserError
-from hfgpt.model_card import PLOT, curves, languages, loss_plot, model_card, public
+from hfgpt.model_card import PLOT, addressed, curves, languages, loss_plot, model_card, public
 from hfgpt.run_folder import RunFolder
 from hfgpt.training_state import STATE, read_state
 from hfgpt.verify import verify
@@ -66,16 +67,18 @@ def push(
     try:
         with quiet_hub():
             name = repo_id if "/" in repo_id else f"{_patiently(api.whoami)['name']}/{repo_id}"
-            files = _files(folder, name, license, language)
+            _check_card(license, language)
+            files = _files(folder, name, revision, license, language)
             _patiently(lambda: api.create_repo(name, private=private, exist_ok=True))
             if private and not _patiently(lambda: api.model_info(name)).private:
                 raise RunError(f"{name} is public, and nothing was pushed to it; name another one, or change it there")
             if revision is not None:
                 _patiently(lambda: api.create_branch(name, branch=revision, exist_ok=True))
             commit = _patiently(lambda: _commit(api, name, files, revision), _size(files))
+            _tell_others(api, name, revision, files)
             if tag is not None:
                 _tag(api, name, tag, commit.oid)
-    except RunError:
+    except (RunError, UserError):
         raise
     except Exception as error:
         options = {"--revision": revision, "--tag": tag, "--license": license, "--language": language}
@@ -107,12 +110,12 @@ def check_push(config: PretrainConfig) -> None:
     A Hub that cannot be reached now may be by then: that is only told.
     """
     token = check_access(config.hub_repo_id())
-    told = ModelCardData(license=config.hub_license, language=languages(config.hub_language))
     try:
         with quiet_hub():
             user = _patiently(HfApi(token=token).whoami, tries=2)
-            if told.to_dict():
-                _patiently(ModelCard(f"---\n{told}\n---\n").validate, tries=2)
+            _check_card(config.hub_license, config.hub_language)
+    except UserError:
+        raise
     except Exception as error:
         cause = _cause(error, config.hub_repo_id(), token)
         if not _may_pass(error):
@@ -133,9 +136,18 @@ def push_trained(config: PretrainConfig, folder: Path) -> None:
     print(f"pushed to {url}", flush=True)
 
 
-def _files(folder: Path, repo_id: str, license: str | None, language: str | None) -> dict[str, Path | bytes]:
-    """What is uploaded, by its name there. A folder without training state brings its own card, if it has one."""
-    files: dict[str, Path | bytes] = {name: folder / name for name in MODEL_FILES if (folder / name).is_file()}
+def _files(
+    folder: Path, repo_id: str, revision: str | None, license: str | None, language: str | None
+) -> dict[str, Path | bytes]:
+    """What is uploaded, by its name there. A folder without training state brings its own card, if it has one.
+
+    Of a folder with a manifest only what that names: a file that came later is not the checkpoint's.
+    """
+    manifest = folder / MANIFEST
+    own = json.loads(manifest.read_text(encoding="utf-8"))["files"] if manifest.is_file() else MODEL_FILES
+    files: dict[str, Path | bytes] = {
+        name: folder / name for name in MODEL_FILES if name in own and (folder / name).is_file()
+    }
     text = (folder / CARD).read_text(encoding="utf-8") if (folder / CARD).is_file() else ""
     if (folder / STATE).is_dir():
         trainer, fingerprint = read_state(folder, "trainer_state"), read_state(folder, "data_state")["fingerprint"]
@@ -147,7 +159,7 @@ def _files(folder: Path, repo_id: str, license: str | None, language: str | None
             files[PLOT] = loss_plot(records)
             files[RECORDS] = "".join(json.dumps(record) + "\n" for record in records).encode()
     if text or license or language:
-        card = ModelCard(text)
+        card = ModelCard(addressed(text, repo_id, revision))
         card.data["license"] = license or card.data.get("license")
         card.data["language"] = languages(language) or card.data.get("language")
         files[CARD] = str(card).encode()
@@ -158,6 +170,24 @@ def _commit(api: HfApi, repo_id: str, files: dict[str, Path | bytes], revision: 
     """One commit of what is not there yet; where all is, or a try before has made it after all, the one there is."""
     operations = [CommitOperationAdd(path_in_repo=name, path_or_fileobj=content) for name, content in files.items()]
     return api.create_commit(repo_id, operations, commit_message="Upload model with hfgpt", revision=revision)
+
+
+def _check_card(license: str | None, language: str | None) -> None:
+    """Raise UserError for a license or language that the Hub does not know."""
+    told = ModelCardData(license=license, language=languages(language))
+    try:
+        if told.to_dict():
+            _patiently(ModelCard(f"---\n{told}\n---\n").validate)
+    except ValueError as error:
+        raise UserError(f"license={license}, language={language}: {' '.join(str(error).split())}") from None
+
+
+def _tell_others(api: HfApi, repo_id: str, revision: str | None, files: dict[str, Path | bytes]) -> None:
+    """Warn of weights in the repository that are not ours: other tools may load them instead."""
+    weights = (".bin", ".safetensors", ".index.json", ".pt", ".h5", ".msgpack", ".gguf")
+    there = _patiently(lambda: api.list_repo_files(repo_id, revision=revision))
+    if others := [name for name in there if name.endswith(weights) and name not in files]:
+        logger.warning("%s also holds %s, which others may load instead; take them out there", repo_id, others)
 
 
 def _tag(api: HfApi, repo_id: str, tag: str, commit: str) -> None:
@@ -202,7 +232,9 @@ def _cause(error: Exception, repo_id: str, token: str) -> str:
         cause = f"{response.status_code} {response.reason_phrase} from {str(response.url).split('?')[0]}"
         if message := getattr(error, "server_message", None):
             cause += f": {' '.join(message.split())}"
-        if response.status_code in (401, 403, 404):
+        if isinstance(error, RevisionNotFoundError):
+            cause += "; the Hub has no such branch, and would not make it"
+        elif response.status_code in (401, 403, 404):
             cause += f"; log in with `hf auth login`, or set HF_TOKEN to a token that may write to {repo_id}"
     return _without_queries(cause).replace(token, "(token)")
 

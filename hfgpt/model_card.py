@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import io
+import re
 import statistics
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import EvalResult, ModelCardData
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 # What others may know of a run's records: figures, never text or paths.
 PUBLIC = (
@@ -21,6 +22,15 @@ HYPERPARAMETERS = (
     *("document_masking", "seed"),
 )
 PLOT = "loss.png"
+# How a model of the Hub is recorded that a run began from; anything else is a path, of which only the end is told.
+HUB_MODEL = re.compile(r"([\w.-]+(?:/[\w.-]+)?)@[0-9a-f]{40}")
+
+
+HERE = "# this folder, or its name on the Hub\n"
+USAGE = (
+    "```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
+    f'{HERE}model = AutoModelForCausalLM.from_pretrained(".")\ntokenizer = AutoTokenizer.from_pretrained(".")\n```'
+)
 
 
 def model_card(
@@ -28,23 +38,23 @@ def model_card(
     fingerprint: dict[str, Any],
     trainer: dict[str, Any],
     records: Sequence[dict[str, Any]] = (),
-    repo_id: str | None = None,
+    name: str | None = None,
 ) -> str:
     """README.md of a checkpoint folder.
 
     run: content of run.json, or empty where that is not at hand. fingerprint: of the text. trainer: the trainer state.
     records: `public` ones of metrics.jsonl; with them the card has speed, and shows the loss curve in PLOT.
-    repo_id: where the folder goes on the Hub. What is not known is left out.
+    name: of the model. What is not known is left out.
     """
     config = trainer["config"]
-    name = repo_id or config["run_name"] or Path(config["output_dir"]).name or "GPT-2-style model"
+    name = name or config["run_name"] or Path(config["output_dir"]).name or "GPT-2-style model"
     text, commit = _text(config, fingerprint), fingerprint.get("dataset.commit")
-    base, _, base_commit = (config.get("init_from") or "").partition("@")
+    base = HUB_MODEL.fullmatch(config.get("init_from") or "")
     data = ModelCardData(
         license=config.get("hub_license"),
         language=languages(config.get("hub_language")),
         datasets=[config["dataset"]] if commit else None,
-        base_model=base if base_commit else None,
+        base_model=base[1] if base else None,
         library_name="transformers",
         pipeline_tag="text-generation",
         tags=["gpt2", "hfgpt", "pretraining"],
@@ -62,7 +72,7 @@ def model_card(
         f"# {name}",
         f"A GPT-2-style language model{shape}, pretrained with hfgpt on {tokens:,} tokens.",
         "## Use",
-        _usage(repo_id),
+        USAGE,
         "## Results",
         _measured(trainer),
         *([f"![Loss over tokens]({PLOT})"] if curves(records) else []),
@@ -82,17 +92,27 @@ def plain_card(name: str, parameters: int, story: str) -> str:
     """README.md of a model that no run of ours made: where it is from, how to load it."""
     data = ModelCardData(library_name="transformers", pipeline_tag="text-generation", tags=["gpt2"])
     about = f"A GPT-2-style language model of {parameters / 1e6:,.1f} M parameters, {story}"
-    return "\n\n".join([f"---\n{data.to_yaml()}\n---", f"# {name}", about, _usage(None)]) + "\n"
+    return "\n\n".join([f"---\n{data.to_yaml()}\n---", f"# {name}", about, USAGE]) + "\n"
 
 
-def _usage(repo_id: str | None) -> str:
-    where = repo_id or "."
-    return (
-        "```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
-        + ("" if repo_id else "# this folder, or its name on the Hub\n")
-        + f'model = AutoModelForCausalLM.from_pretrained("{where}")\n'
-        f'tokenizer = AutoTokenizer.from_pretrained("{where}")\n```'
-    )
+def addressed(card: str, repo_id: str, revision: str | None) -> str:
+    """One of our cards as it stands in a repository: under its name, with code that loads it from there."""
+    if HERE not in card:
+        return card
+    where = f'"{repo_id}"' + (f', revision="{revision}"' if revision else "")
+    card = re.sub(r"(?m)^# .*$", f"# {repo_id}", card, count=1)
+    return card.replace(HERE, "").replace('from_pretrained(".")', f"from_pretrained({where})")
+
+
+def exported(card: str, dtype: str, parameters: int) -> str:
+    """The card of a checkpoint for an export of it. What was measured was measured in float32."""
+    parts = ModelCard(card)
+    data: Any = parts.data
+    told = f"This is an export of the checkpoint: {parameters:,} parameters in {dtype}."
+    if dtype != "float32":
+        data.eval_results = None
+        told += " What is measured below was measured on float32."
+    return re.sub(r"(?m)^(# .*)$", lambda title: f"{title[1]}\n\n{told}", str(parts), count=1)
 
 
 def curves(records: Iterable[dict[str, Any]]) -> dict[str, tuple[list[int], list[float]]]:
@@ -137,7 +157,9 @@ def _text(config: dict[str, Any], fingerprint: dict[str, Any]) -> str:
 def _beginning(config: dict[str, Any]) -> str:
     """Where the weights were from: a path is told by its last part."""
     base = config.get("init_from")
-    return "random weights" if not base else f"the weights of {base if '@' in base else Path(base).name}"
+    if not base:
+        return "random weights"
+    return f"the weights of {base if HUB_MODEL.fullmatch(base) else Path(base).name}"
 
 
 def _held_out(config: dict[str, Any], fingerprint: dict[str, Any]) -> str:
@@ -197,18 +219,19 @@ def _training(
     """Rows of the table on training: what, on which device, how fast."""
     tokens, steps = trainer["num_input_tokens_seen"], trainer["step"]
     tokenizer = config["tokenizer"]
-    is_local = tokenizer.startswith((".", "~")) or Path(tokenizer).is_absolute() or Path(tokenizer).exists()
+    if tokenizer == "auto":
+        tokenizer = "that of the weights it began from"
     rows = [
         ("held out", _held_out(config, fingerprint)),
         ("begun from", _beginning(config)),
         ("tokens", f"{tokens:,} in {steps:,} steps"),
-        ("tokenizer", Path(tokenizer).name if is_local else tokenizer),
+        ("tokenizer", Path(tokenizer).name if Path(tokenizer).is_absolute() else tokenizer),
     ]
     if plan := run.get("plan"):
         rows += [
             ("tokens per step", f"{plan['tokens_per_step']:,}"),
             ("precision", {"no": "float32"}.get(plan["precision"]["name"], plan["precision"]["name"])),
-            ("hardware", f"{plan['processes']} x {run['device']}"),
+            ("hardware", run["device"] + (f", {plan['processes']} processes" if plan["processes"] > 1 else "")),
         ]
     rows.append(("seconds of training", f"{trainer['wall_seconds']:,.1f}"))
     source = next((record["peak_source"] for record in reversed(records) if record.get("tokens_per_second")), None)
@@ -218,7 +241,7 @@ def _training(
         rows.append(("tokens per second", f"{rate:,.0f} (median of {len(timed)} records)"))
     if fractions := [record["mfu"] for record in timed if record.get("mfu") is not None]:
         peak = timed[-1]["peak_tflops"]
-        rows.append(("MFU", f"{statistics.median(fractions):.1%} of {peak:.4g} TFLOP/s per device ({source})"))
+        rows.append(("MFU", f"{100 * statistics.median(fractions):.3g} % of {peak:.4g} TFLOP/s per device ({source})"))
     if versions := run.get("versions"):
         rows.append(("versions", ", ".join(f"{package} {number}" for package, number in versions.items())))
     return rows

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -30,7 +31,7 @@ sys.modules["hfgpt"] = None
 import numpy as np
 import torch
 from safetensors import safe_open
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 folder, blocks = sys.argv[1:3]
 found = {"problems": []}
@@ -38,7 +39,9 @@ with warnings.catch_warnings():
     warnings.simplefilter("error")
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    model, loading = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, output_loading_info=True)
+    generation = GenerationConfig.from_pretrained(folder, local_files_only=True)
+    options = {"local_files_only": True, "output_loading_info": True, "ignore_mismatched_sizes": True}
+    model, loading = AutoModelForCausalLM.from_pretrained(folder, **options)
 for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
     if loading[kind]:
         found["problems"].append(f"model.safetensors: {kind.replace('_', ' ')}: {sorted(map(str, loading[kind]))[:3]}")
@@ -61,7 +64,10 @@ found |= {
     "vocab_size": config.vocab_size,
     "tokenizer_entries": len(tokenizer),
     "finite": all(bool(p.isfinite().all()) for p in model.parameters()),
-    "ids": {key: [getattr(config, key), getattr(tokenizer, key)] for key in ("bos_token_id", "eos_token_id")},
+    "ids": {
+        key: [getattr(holder, key) for holder in (tokenizer, config, generation)]
+        for key in ("bos_token_id", "eos_token_id", "pad_token_id")
+    },
 }
 device = "cuda" if torch.cuda.is_available() else "cpu"
 model = model.to(device, torch.float32).eval()
@@ -93,8 +99,16 @@ def verify(folder: str | Path) -> dict[str, Any]:
     problems = []
     if (folder / checkpoint.MANIFEST).exists() and (fault := checkpoint.fault(folder, checkpoint.MODEL_FILES)):
         problems.append(fault)
+    missing = [name for name in ("model.safetensors", "generation_config.json") if not (folder / name).is_file()]
+    problems += [f"{name} is missing" for name in missing]
+    for path in sorted(folder.glob("*.json")):
+        with contextlib.suppress(OSError, ValueError):
+            if "auto_map" in json.loads(path.read_text(encoding="utf-8")):
+                problems.append(f"{path.name} asks for code from elsewhere (auto_map)")
     if not has_tokenizer(folder):
         problems.append("there is no tokenizer in the folder; stock transformers makes an empty one up")
+    if missing:
+        return {**facts, "problems": problems}
     recorded, tolerance, blocks = None, TOLERANCE_FLOAT32, None
     try:
         recorded, tolerance, blocks = _evaluation(folder)
@@ -151,7 +165,11 @@ def _surprises(found: dict[str, Any]) -> list[str]:
     ):
         if found[one] != found[other]:
             problems.append(f"{one} is {found[one]}, {other} {found[other]}")
-    for key, (in_config, in_tokenizer) in found["ids"].items():
+    for key, (in_tokenizer, in_config, in_generation) in found["ids"].items():
         if in_config != in_tokenizer:
             problems.append(f"{key} is {in_config} in config.json, {in_tokenizer} in the tokenizer")
+        # A batch of prompts needs something to be padded with, where the tokenizer has nothing for it.
+        fits = {in_tokenizer, found["ids"]["eos_token_id"][0]} if key == "pad_token_id" else {in_tokenizer}
+        if in_generation not in fits:
+            problems.append(f"{key} is {in_generation} in generation_config.json, {in_tokenizer} in the tokenizer")
     return problems

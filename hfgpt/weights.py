@@ -97,8 +97,12 @@ def fit_vocabulary(model: GPT2LMHeadModel, entries: int, where: str) -> int:
 def settled(config: PretrainConfig, resumed_from: Path | None) -> PretrainConfig:
     """`config` with the model and the commit that `init_from` stands for; for a resumed run, those it began with.
 
+    A tokenizer in a folder is named by its whole path.
+
     Raises UserError where what `model` states is not what `init_from` holds, but for what computes the same (dropout).
     """
+    if (tokenizer := Path(config.tokenizer).expanduser()).exists():  # so that it is known for a path anywhere
+        config = dataclasses.replace(config, tokenizer=str(tokenizer.absolute()))
     if resumed_from is not None:
         began = read_state(resumed_from, "trainer_state")["config"]
         name = began.get("init_from")

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from hub_server import Faults, HubServer
-from huggingface_hub import ModelCard, constants
+from huggingface_hub import HfApi, ModelCard, constants
 from huggingface_hub.repocard_data import model_index_to_eval_results
 from running import ALONE, ROOT, TINY, TWO, trained
 from test_checkpoint import sealed
@@ -25,6 +25,7 @@ from hfgpt import checkpoint, hub
 from hfgpt.config import PretrainConfig
 from hfgpt.data.remote import asked_pause
 from hfgpt.errors import RunError, UserError
+from hfgpt.exchange import export
 from hfgpt.model_card import model_card
 from hfgpt.training_state import read_state
 
@@ -187,11 +188,13 @@ def test_the_card_of_a_hub_dataset_names_its_commit(folder):
 
 
 def test_the_card_claims_no_figure_of_another_step_and_no_path(folder):
-    trainer, fingerprint = facts(folder, tokenizer="/home/alice/tokenizer", dataset="/home/alice/*.txt")
+    paths = {"tokenizer": "/home/alice/tokenizer", "dataset": "/home/alice/*.txt", "init_from": "/home/alice@b/model"}
+    trainer, fingerprint = facts(folder, **paths)
     fingerprint = {key: value for key, value in fingerprint.items() if not key.startswith("dataset.file ")}
     card = ModelCard(model_card({}, fingerprint, {**trainer, "evaluation_step": 1}))
     assert card.data.eval_results is None and "at step 1, not on this model" in card.text
-    assert "alice" not in card.content
+    assert "alice" not in card.content and card.data.base_model is None
+    assert "| begun from | the weights of model |" in card.text
     assert "not evaluated" in model_card({}, fingerprint, {**trainer, "evaluation": None})
 
 
@@ -283,8 +286,10 @@ def test_branch_tag_and_private_are_what_they_say(folder, client, verified):
             hub.push(folder, "me/tiny", tag="v1")
         with pytest.raises(RunError, match=r"403 .*may write to other/tiny"):
             hub.push(folder, "other/tiny")
-        with pytest.raises(RunError, match='"license" must be one of'):
+        with pytest.raises(UserError, match=r"license=homemade.* must be one of"):
             hub.push(folder, "me/tiny", license="homemade")
+        text = server.files(name, "dev")["README.md"].decode()
+    assert 'from_pretrained("me/tiny", revision="dev")' in text and "# me/tiny\n" in text
 
 
 def test_a_folder_without_training_state_brings_its_own_card(folder, client, verified):
@@ -298,8 +303,36 @@ def test_a_folder_without_training_state_brings_its_own_card(folder, client, ver
     card = ModelCard(files["README.md"].decode())
     assert (card.data.tags, card.data.license) == (["mine"], "mit") and "# Mine" in card.text
     (folder / "README.md").unlink()
-    assert hub._files(folder, "me/tiny", None, None).keys() == MODEL
-    assert b"license: mit" in hub._files(folder, "me/tiny", "mit", None)["README.md"]
+    assert hub._files(folder, "me/tiny", None, None, None).keys() == MODEL
+    assert b"license: mit" in hub._files(folder, "me/tiny", None, "mit", None)["README.md"]
+
+
+def test_an_export_is_told_as_what_it_is(folder, client, verified, tmp_path):
+    export(folder, tmp_path / "plain", "bfloat16", untie_head=True)
+    with HubServer({}, token=TOKEN) as server:
+        client(server)
+        hub.push(tmp_path / "plain", "me/tiny")
+        card = ModelCard(server.files("models/me/tiny")["README.md"].decode())
+    rows = 16 * 300  # the head's own matrix
+    assert f"{8624 + rows:,} parameters in bfloat16" in card.text and card.data.eval_results is None
+    assert "# me/tiny\n" in card.text and 'from_pretrained("me/tiny")' in card.text and "this folder" not in card.text
+
+
+def test_a_file_that_is_not_of_the_checkpoint_stays_even_under_a_name_of_the_model(folder, tmp_path):
+    (tmp_path / "secrets").write_text("not for others")
+    (folder / "vocab.json").symlink_to(tmp_path / "secrets")
+    (folder / "merges.txt").write_text("not for others")
+    assert hub._files(folder, "me/tiny", None, None, None).keys() == PUSHED
+
+
+def test_weights_of_others_in_the_repository_are_told(folder, client, verified, caplog):
+    with HubServer({}, token=TOKEN) as server:
+        client(server)
+        api = HfApi(endpoint=server.url, token=TOKEN)
+        api.create_repo("me/tiny")
+        api.upload_file(path_or_fileobj=b"old", path_in_repo="model-00001-of-00002.safetensors", repo_id="me/tiny")
+        hub.push(folder, "me/tiny")
+    assert "me/tiny also holds ['model-00001-of-00002.safetensors']" in caplog.text
 
 
 @pytest.mark.parametrize(("name", "told"), [("a/b/c", "name it user/name"), ("me/ti ny", "name it user/name")])
