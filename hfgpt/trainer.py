@@ -10,6 +10,7 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -34,9 +35,9 @@ from hfgpt.evaluation import evaluate
 from hfgpt.flops import parameter_counts
 from hfgpt.guard import Step, StepGuard, StepResult
 from hfgpt.hub import model_card
-from hfgpt.modeling_hfgpt import document_attention, new_model
+from hfgpt.modeling_hfgpt import HEAD_CHUNK_SIZE, document_attention, new_model
 from hfgpt.optim import LearningRate, build_optimizer
-from hfgpt.plan import Plan, check_memory, run_facts
+from hfgpt.plan import Plan, check_memory, run_facts, setting_of
 from hfgpt.run_folder import RunFolder
 from hfgpt.signals import Interrupted, StopSignals
 from hfgpt.training_state import changed_settings, read_state
@@ -210,8 +211,9 @@ class Pretrainer:
             raise UserError("mixed_precision fp16: its loss scaling does not serve FSDP2; use bf16, or DDP")
         self.config = config = self.host.from_main(partial(settled, config, self.resumed_from))
         self.batch = config.batch(accelerator.num_processes)
-        self.shares = accelerator.num_processes if self.sharded else 1
-        check_memory(config, self.batch, self.precision.name, memory_bytes(device), self.shares)
+        shares = accelerator.num_processes if self.sharded else 1
+        sizes = config, self.batch, self.precision.name
+        check_memory(*sizes, memory_bytes(device), shares, device.type)
         self.data = self.host.from_main(self._prepare_data)
         epoch_blocks = getattr(self.data.train, "blocks_per_epoch", None)
         self.max_steps = self.state.max_steps = config.total_steps(self.batch, epoch_blocks)
@@ -233,7 +235,7 @@ class Pretrainer:
         if self.compile.enabled:
             model.compile(dynamic=False)
         else:
-            model.head_chunk_size = 1024
+            model.head_chunk_size = HEAD_CHUNK_SIZE
         self.learning_rate = LearningRate(config, self.max_steps)
         position, wall_seconds = None, 0.0
         self.evaluation: dict[str, Any] = {}  # the newest, of step `evaluation_step`
@@ -255,8 +257,9 @@ class Pretrainer:
         self.position = position or self.data.train.start
         choices = (self.precision, self.compile, device_name(device))
         target = str(self.run.checkpoint(self.max_steps))
+        setting = replace(setting_of(*sizes, shares, device.type), compiled=self.compile.enabled)
         self.plan = Plan(
-            config, model.config, self.batch, self.max_steps, *choices, self.data.description, target, self.shares
+            config, model.config, self.batch, self.max_steps, *choices, self.data.description, target, setting
         )
         self.mfu_callback = MFUCallback(
             tokens_per_step=self.batch.tokens_per_step,
