@@ -38,6 +38,7 @@ class Setting:
     optim: str = "adamw"
     processes: int = 1
     sharded: bool = False
+    document_masking: bool = False
     device: str = "cuda"
     head: str = ""
 
@@ -171,15 +172,23 @@ def _block_bytes(config: GPT2Config, setting: Setting) -> int:
     C, width = config.n_embd, setting.width
     norms = 2 * (4 * C + 8)
     products = width * (2 * C + 3 * C + C + 2 * _inner(config))
-    return norms + products + 4 * config.n_head + _dropout_bytes(config, setting)
+    # A mask of documents becomes one of numbers, but for flex attention.
+    flex = setting.compiled and setting.device == "cuda" and config.attn_pdrop == 0
+    mask = width * setting.sequence_length if setting.document_masking and not flex else 0
+    return norms + products + 4 * config.n_head + mask + _dropout_bytes(config, setting)
 
 
 def _dropout_bytes(config: GPT2Config, setting: Setting) -> int:
-    """A card keeps a byte per element dropped or not, a CPU a number; attention's own is drawn anew on a card."""
+    """A card keeps a byte per element dropped or not, a CPU a number; attention's own is drawn anew on a card.
+
+    A CPU has no fused attention with dropout: it keeps probabilities, noise and their product in float32, and in 16-bit
+    training its inputs too.
+    """
     element = 1 if setting.device == "cuda" else setting.width
     total = 2 * config.n_embd * element if config.resid_pdrop else 0
-    if config.attn_pdrop and setting.device != "cuda":  # without its fused kernel: probabilities, noise, product
-        total += 3 * setting.width * config.n_head * setting.sequence_length
+    if config.attn_pdrop and setting.device != "cuda":
+        total += 12 * config.n_head * setting.sequence_length - 4 * config.n_head
+        total += 6 * config.n_embd if setting.width < 4 else 0
     return total
 
 
@@ -187,8 +196,10 @@ def _activations(config: GPT2Config, setting: Setting) -> int:
     """Kept for the backward pass outside the head: token and position ids, blocks, final norm with its output."""
     C, N = config.n_embd, setting.tokens
     block = 4 * C if setting.checkpointing else _block_bytes(config, setting)
-    # In chunks the head takes the output as it is, and casts each chunk.
+    # In chunks the head takes the output as it is, and casts each chunk; torch's own keeps the gradient instead.
     out = 4 if setting.head_kind == "chunked" else setting.width
+    if setting.head_kind == "chunked" and _has_fused_loss(config, setting):
+        out = 0
     dropped = C * (1 if setting.device == "cuda" else 4) if config.embd_pdrop else 0
     return 8 * (N + setting.sequence_length) + N * (config.n_layer * block + 4 * C + 8 + out * C + dropped)
 
@@ -216,7 +227,7 @@ def _head_peak(config: GPT2Config, setting: Setting) -> int:
     if kind == "chunked" and _has_fused_loss(config, setting):
         gradients = _fused_gradients(config, setting)
         before = gradients if setting.accumulation > 1 else 0  # those of the micro-batch before go with its loss
-        return max(4 * HEAD_CHUNK_SIZE * V + gradients + before, 3 * gradients)
+        return max(4 * HEAD_CHUNK_SIZE * V + 4 * N * C + gradients + before, 3 * gradients)
     rows = min(N, HEAD_CHUNK_SIZE) if kind == "chunked" else N
     matrix = 4 * V * C + (width * V * C if width < 4 else 0)
     # Logarithms of the probabilities, their gradient and that of the logits; then the gradient of the matrix.

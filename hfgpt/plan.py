@@ -33,6 +33,7 @@ def setting_of(config: PretrainConfig, batch: Batch, precision: str, shares: int
         optim=config.optim,
         processes=batch.processes,
         sharded=shares > 1,
+        document_masking=config.document_masking,
         device=device_type,
     )
 
