@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 import math
 import re
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -25,6 +26,7 @@ from hfgpt.plan import setting_of
 OUTSIDE_BYTES = 2**29
 GAPS = 0.03
 LARGEST_MICRO_BATCH = 2**16
+GPT2_VOCABULARY = 50257
 
 # GiB that torch sees of the card where its name does not tell, or where error correction takes a part of it.
 CARD_GIB = {
@@ -91,7 +93,7 @@ class Asked:
     """Flags of `hfgpt plan` besides those of `PretrainConfig`."""
 
     device: str | None = None
-    vocab_size: int = 50257
+    vocab_size: int | None = None
     processes: int = 1
     fsdp: bool = False
     memory_gib: float | None = None
@@ -287,25 +289,20 @@ def forecast(flags: dict[str, Any]) -> Forecast:
     """The forecast for flags as text by name, those left out at their defaults. Raises UserError with all problems."""
     asked, problems = Asked.of({key: value for key, value in flags.items() if key not in SHARED_FLAGS})
     shared = {key: value for key, value in flags.items() if key in SHARED_FLAGS}
-    # The cut is what is sought: with one sequence at a time, any step of whole sequences is possible.
-    defaults: dict[str, Any] = {"per_device_train_batch_size": 1, "max_tokens": 10_000_000_000}
-    config, device, model = None, None, None
     if "tokens_per_step" not in shared:
         problems.append("tokens_per_step: not given; state the target tokens of a step, such as 524288")
+    config = PretrainConfig(max_steps=1)  # with which further faults are looked for where the flags' own has some
+    model, device = None, None
     try:
-        model = _model(shared.get("model", "gpt2-125m"), asked.vocab_size)
-        defaults["sequence_length"] = model.n_positions
-    except UserError:
-        pass  # the configuration tells
-    try:
+        # The cut is what is sought: with one sequence at a time, any step of whole sequences is possible.
+        defaults = {"per_device_train_batch_size": 1, "max_tokens": 10_000_000_000, **_length(shared)}
         config = PretrainConfig.from_layers(defaults, shared)
+        model = _model(config, asked.vocab_size)
         config.batch(asked.processes)
     except UserError as error:
         problems += error.problems
-    # Further faults are looked for with what is fine.
-    fine = config or PretrainConfig(max_steps=1)
     try:
-        device = _device(asked.device, fine)
+        device = _device(asked.device, config)
     except UserError as error:
         problems += error.problems
     gib = asked.memory_gib or (device and device.gib)
@@ -313,22 +310,33 @@ def forecast(flags: dict[str, Any]) -> Forecast:
         problems.append(f"memory_gib: not given, and the memory of {device.name} is not known here; state it")
     if asked.fsdp and asked.processes == 1:
         problems.append("fsdp: one process has none to share with; state --processes, or leave it out")
-    if problems or config is None or model is None or device is None or not gib:
+    if asked.fsdp and device and device.precision.name == "fp16":
+        problems.append("fsdp: the loss scaling of fp16 does not serve FSDP2; leave it out")
+    if problems or model is None or device is None or not gib:
         raise UserError(*problems)
     return Forecast(config, asked, model, device, gib, _cuts(config, asked, model, device, gib))
 
 
-def _model(model: Any, vocab_size: int) -> GPT2Config:
-    """The configuration of `--model`, with `vocab_size` rows unless it states its own."""
-    with_fields = convert(model, dict[str, Any]) if str(model).lstrip().startswith("{") else model
-    fields = model_fields(with_fields)
-    return model_config(with_fields, vocab_size=fields.get("vocab_size", vocab_size))
+def _length(shared: dict[str, Any]) -> dict[str, int]:
+    """The model's own length for `sequence_length`; nothing where the model cannot be read."""
+    model = shared.get("model", "gpt2-125m")
+    with suppress(*NOT_CONVERTIBLE):
+        return {"sequence_length": model_fields(convert(model, str | dict[str, Any])).get("n_positions", 1024)}
+    return {}
+
+
+def _model(config: PretrainConfig, vocab_size: int | None) -> GPT2Config:
+    """With GPT-2's vocabulary, unless the model's fields or the flag state another; UserError where both do."""
+    stated = model_fields(config.model).get("vocab_size", GPT2_VOCABULARY)
+    return model_config(config.model, vocab_size=vocab_size or stated)
 
 
 def _device(name: str | None, config: PretrainConfig) -> Device:
     """The device of this name: this machine's, or one that is rated. Raises UserError for any other."""
     here = machine.default_device()
     if name is None or name in (here.type, machine.device_name(here)):
+        if here.type == "cpu":
+            machine.use_all_cores(1)
         precision = machine.choose_precision(config.mixed_precision, here)
         compiled = machine.choose_compile(config.torch_compile, here, machine.SHORT_RUN_FORWARD_PASSES)
         peak = _stated_peak(config) or device_peak(here, precision.name)
@@ -339,7 +347,8 @@ def _device(name: str | None, config: PretrainConfig) -> Device:
         by_lower = {device.lower(): device for device in known}
         near = [by_lower[match] for match in difflib.get_close_matches(name.lower(), by_lower, n=3, cutoff=0.3)]
         raise UserError(
-            f"device={name}: not known; " + (f"near are {', '.join(near)}; " if near else "")
+            f"device={name}: not known; "
+            + (f"near are {', '.join(near)}; " if near else "")
             + "leave it out for this machine"
         )
     precision = _rated_precision(name, config.mixed_precision)

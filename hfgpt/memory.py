@@ -25,7 +25,7 @@ CUBLAS_WORKSPACE_BYTES = 32 * 2**20  # torch's documentation of CUBLAS_WORKSPACE
 class Setting:
     """How one of `processes` trains; `sharded` is FSDP2, else each holds the whole model (DDP).
 
-    `device` is "cuda" or "cpu". `head` is "" for the trainer's own: compiled with the model, or in chunks. "whole" keeps
+    `device` is "cuda" or "cpu". `head` is "" for the trainer's own: compiled with the model, or in chunks. "whole" has
     all logits in an eager model, "returned" in a compiled one that hands them to its caller, as nanoGPT's does.
     """
 
@@ -95,11 +95,11 @@ def weight_copy_bytes(config: GPT2Config, setting: Setting, saved: bool = False)
     """
     if setting.precision == "no":
         return 0
-    C, I, head = config.n_embd, _inner(config), 2 * _head_rows(config, setting) * config.n_embd
+    C, inner, head = config.n_embd, _inner(config), 2 * _head_rows(config, setting) * config.n_embd
     if setting.head_kind == "chunked" and saved:
         head = 0
-    biases = 0 if saved else 5 * C + I
-    blocks = 0 if saved and setting.checkpointing else config.n_layer * (4 * C * C + 2 * C * I + biases)
+    biases = 0 if saved else 5 * C + inner
+    blocks = 0 if saved and setting.checkpointing else config.n_layer * (4 * C * C + 2 * C * inner + biases)
     # FSDP2 gathers the blocks in 16 bits, one after the other: see _gathered.
     return head if setting.sharded else 2 * blocks + head
 
@@ -207,7 +207,7 @@ def _activations(config: GPT2Config, setting: Setting) -> int:
 def _saved_logits(config: GPT2Config, setting: Setting) -> int:
     """Compiled: the logits as the product gives them, two numbers per row. Eager: their logarithms in float32.
 
-    A model that returns its logits (compiled, and as torch of 2023 split its graph) keeps both.
+    "returned" keeps both: that is inferred from the peaks published for nanoGPT, and not measured here.
     """
     NV = setting.tokens * _head_rows(config, setting)
     return {

@@ -16,11 +16,12 @@ import subprocess
 import sys
 from typing import Any
 
-
+NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 FIXED = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 MEDIUM = {"n_layer": 8, "n_head": 8, "n_embd": 512, "n_positions": 512, "vocab_size": 8000}
 WIDE = {"n_layer": 3, "n_head": 12, "n_embd": 768, "n_positions": 1024, "vocab_size": 30000}
 CHARACTERS = {"n_layer": 12, "n_head": 6, "n_embd": 384, "n_positions": 256, "vocab_size": 96}
+GPT2 = {"n_layer": 12, "n_head": 12, "n_embd": 768, "n_positions": 1024, "vocab_size": 50257}
 ON_CPU: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "medium float32": (MEDIUM, {"micro_batch": 8}),
     "medium bf16": (MEDIUM, {"micro_batch": 8, "precision": "bf16"}),
@@ -32,8 +33,10 @@ ON_CPU: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "wide bf16 muon": (WIDE, {"micro_batch": 2, "precision": "bf16", "optim": "muon"}),
     "characters float32": (CHARACTERS, {"micro_batch": 16}),
     "characters bf16 checkpointing": (CHARACTERS, {"micro_batch": 64, "precision": "bf16", "checkpointing": True}),
+    "gpt2-125m x 1 float32": (GPT2, {"micro_batch": 1}),
+    "gpt2-125m x 2 bf16": (GPT2, {"micro_batch": 2, "precision": "bf16"}),
+    "gpt2-125m x 2 bf16 compiled": (GPT2, {"micro_batch": 2, "precision": "bf16", "compiled": True}),
 }
-GPT2 = {"n_layer": 12, "n_head": 12, "n_embd": 768, "n_positions": 1024, "vocab_size": 50257}
 ON_CARD: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     f"gpt2-125m x {size} {'compiled' if compiled else 'eager'}{' checkpointing' if checkpointing else ''}": (
         GPT2,
@@ -82,7 +85,7 @@ def worker(fields: dict[str, int], options: dict[str, Any]) -> None:
             optimizer.step()
             optimizer.zero_grad()
 
-    # What the first step of a process loads is not the model's; compiled, the same shapes compile once.
+    # What the first step of a process loads is not the model's.
     small = {**fields, "n_layer": 1, "n_head": 1, "n_embd": 64, "n_positions": 64, "vocab_size": 64}
     train(small, 1, 1)
     before = 0 if device.type == "cuda" else resident_bytes()
@@ -90,9 +93,6 @@ def worker(fields: dict[str, int], options: dict[str, Any]) -> None:
         torch.cuda.reset_peak_memory_stats()
     train(fields, options["micro_batch"], 2)
     print(peak_memory_bytes(device) - before)
-
-
-NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 
 
 def resident_bytes() -> int:
