@@ -28,7 +28,8 @@ GAPS = 0.03
 LARGEST_MICRO_BATCH = 2**16
 GPT2_VOCABULARY = 50257
 
-# GiB that torch sees of the card where its name does not tell, or where error correction takes a part of it.
+# GiB that torch sees of the card where its name does not tell, or where error correction takes a part of it: sizes as
+# the makers state them, less what drivers commonly report missing. None was measured here; --memory_gib overrules.
 CARD_GIB = {
     "NVIDIA A10": 22.5,
     "NVIDIA A10G": 22.5,
@@ -39,30 +40,30 @@ CARD_GIB = {
     "NVIDIA A100 80GB PCIe": 79.2,
     "NVIDIA A30": 23.5,
     "NVIDIA A40": 44.4,
-    "NVIDIA GeForce RTX 2070": 8,
-    "NVIDIA GeForce RTX 2070 SUPER": 8,
-    "NVIDIA GeForce RTX 2080": 8,
-    "NVIDIA GeForce RTX 2080 SUPER": 8,
-    "NVIDIA GeForce RTX 2080 Ti": 11,
-    "NVIDIA GeForce RTX 3060 Ti": 8,
-    "NVIDIA GeForce RTX 3070": 8,
-    "NVIDIA GeForce RTX 3070 Ti": 8,
-    "NVIDIA GeForce RTX 3080 Ti": 12,
-    "NVIDIA GeForce RTX 3090": 24,
-    "NVIDIA GeForce RTX 3090 Ti": 24,
-    "NVIDIA GeForce RTX 4060": 8,
-    "NVIDIA GeForce RTX 4070": 12,
-    "NVIDIA GeForce RTX 4070 SUPER": 12,
-    "NVIDIA GeForce RTX 4070 Ti": 12,
-    "NVIDIA GeForce RTX 4070 Ti SUPER": 16,
-    "NVIDIA GeForce RTX 4080": 16,
-    "NVIDIA GeForce RTX 4080 SUPER": 16,
-    "NVIDIA GeForce RTX 4090": 24,
-    "NVIDIA GeForce RTX 4090 D": 24,
-    "NVIDIA GeForce RTX 5070": 12,
-    "NVIDIA GeForce RTX 5070 Ti": 16,
-    "NVIDIA GeForce RTX 5080": 16,
-    "NVIDIA GeForce RTX 5090": 32,
+    "NVIDIA GeForce RTX 2070": 7.8,
+    "NVIDIA GeForce RTX 2070 SUPER": 7.8,
+    "NVIDIA GeForce RTX 2080": 7.8,
+    "NVIDIA GeForce RTX 2080 SUPER": 7.8,
+    "NVIDIA GeForce RTX 2080 Ti": 10.7,
+    "NVIDIA GeForce RTX 3060 Ti": 7.8,
+    "NVIDIA GeForce RTX 3070": 7.8,
+    "NVIDIA GeForce RTX 3070 Ti": 7.8,
+    "NVIDIA GeForce RTX 3080 Ti": 11.7,
+    "NVIDIA GeForce RTX 3090": 23.6,
+    "NVIDIA GeForce RTX 3090 Ti": 23.6,
+    "NVIDIA GeForce RTX 4060": 7.8,
+    "NVIDIA GeForce RTX 4070": 11.7,
+    "NVIDIA GeForce RTX 4070 SUPER": 11.7,
+    "NVIDIA GeForce RTX 4070 Ti": 11.7,
+    "NVIDIA GeForce RTX 4070 Ti SUPER": 15.7,
+    "NVIDIA GeForce RTX 4080": 15.7,
+    "NVIDIA GeForce RTX 4080 SUPER": 15.7,
+    "NVIDIA GeForce RTX 4090": 23.6,
+    "NVIDIA GeForce RTX 4090 D": 23.6,
+    "NVIDIA GeForce RTX 5070": 11.7,
+    "NVIDIA GeForce RTX 5070 Ti": 15.7,
+    "NVIDIA GeForce RTX 5080": 15.7,
+    "NVIDIA GeForce RTX 5090": 31.3,
     "NVIDIA H100 80GB HBM3": 79.1,
     "NVIDIA H100 PCIe": 79.1,
     "NVIDIA H100 NVL": 93.1,
@@ -74,7 +75,7 @@ CARD_GIB = {
     "NVIDIA RTX A4000": 15.7,
     "NVIDIA RTX A5000": 23.7,
     "NVIDIA RTX A6000": 47.5,
-    "TITAN RTX": 24,
+    "TITAN RTX": 23.6,
     "Tesla T4": 14.6,
     "Tesla V100-PCIE-16GB": 15.8,
     "Tesla V100-SXM2-16GB": 15.8,
@@ -360,7 +361,7 @@ def _device(name: str | None, config: PretrainConfig) -> Device:
 
 
 def card_gib(name: str) -> float | None:
-    """Memory of a card by its name, less 2 % for what the driver keeps where only the name tells; None: not known."""
+    """GiB of a card by its name, less 2 % for what the driver keeps where only the name tells; None: not known."""
     stated = re.search(r"\b(\d+)GB\b", name)
     return CARD_GIB.get(name) or (0.98 * float(stated.group(1)) if stated else None)
 

@@ -2,8 +2,9 @@
 
 Every figure is counted from the tensors that exist at three moments: when the loss is differentiated, when the last
 block is, and when the embedding is. The counts for eager and compiled training are checked on a CPU against the
-tensors that autograd keeps and against resident memory (tests/test_memory.py, tests/benchmarks/memory.py). What only
-a card has is said where it is counted; the same benchmark measures it there.
+tensors that autograd keeps and against resident memory (tests/test_memory.py, tests/benchmarks/memory.py). On a card
+nothing has been measured yet: the same counts are taken to hold, and what only a card has is from documentation, as is
+said where it is counted. The same benchmark measures it there.
 
 B batch, T sequence, C width, H heads, V vocabulary, N = B * T tokens of a micro-batch.
 """
@@ -152,7 +153,7 @@ def _memory(
 def _gathered(config: GPT2Config, setting: Setting) -> int:
     """What FSDP2 gathers: embeddings and head for the whole pass, and two blocks, each also as one flat buffer.
 
-    From FSDP2's design (one block in use, the next prefetched), not measured.
+    From FSDP2's design: one block in use, the next prefetched.
     """
     if not setting.sharded:
         return 0
@@ -207,7 +208,8 @@ def _activations(config: GPT2Config, setting: Setting) -> int:
 def _saved_logits(config: GPT2Config, setting: Setting) -> int:
     """Compiled: the logits as the product gives them, two numbers per row. Eager: their logarithms in float32.
 
-    "returned" keeps both: that is inferred from the peaks published for nanoGPT, and not measured here.
+    "returned" keeps both: inferred from reported peaks of nanoGPT's model on cards, which it was chosen to meet; of
+    such a model torch 2.13 keeps no more than "compiled" on a CPU.
     """
     NV = setting.tokens * _head_rows(config, setting)
     return {

@@ -132,7 +132,7 @@ def test_the_command_prints_one_object(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["hfgpt", "plan", *flags])
     cli.main()
     out = capsys.readouterr().out
-    assert f"device   {CARD}, 12 GiB; bf16" in out and "chosen" in out and "0.4 of 80.2 TFLOP/s" in out
+    assert f"device   {CARD}, 11.7 GiB; bf16" in out and "chosen" in out and "0.4 of 80.2 TFLOP/s" in out
 
 
 def test_precision_and_peak_follow_the_device():
@@ -153,7 +153,7 @@ def test_this_machine_is_planned_for_where_no_device_is_named():
 
 def test_memory_of_cards_by_name():
     assert set(CARD_GIB) <= set(rated_devices())
-    assert card_gib(CARD) == 12 and card_gib("NVIDIA A800 80GB PCIe") == pytest.approx(78.4)
+    assert card_gib(CARD) == 11.7 and card_gib("NVIDIA A800 80GB PCIe") == pytest.approx(78.4)
     assert card_gib("NVIDIA GeForce RTX 3080") is None  # two cards of that name
 
 
