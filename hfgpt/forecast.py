@@ -196,8 +196,10 @@ class Forecast:
         name = config.model if isinstance(config.model, str) else "custom"
         shown = chosen or self.cuts[0]
         gib = {part: f"{bytes_ / 2**30:.2f}" for part, bytes_ in asdict(shown.memory).items()}
-        recomputed = ", blocks recomputed" if config.gradient_checkpointing else ""
-        sharing = f", parameters split over {asked.processes} processes" if asked.fsdp and asked.processes > 1 else ""
+        recomputed = ", with blocks recomputed" if config.gradient_checkpointing else ""
+        sharing = (
+            f", with parameters split over {asked.processes} processes" if asked.fsdp and asked.processes > 1 else ""
+        )
         rows = [
             (
                 "model",
@@ -353,7 +355,7 @@ def _device(name: str | None, config: PretrainConfig) -> Device:
             + "leave it out for this machine"
         )
     precision = _rated_precision(name, config.mixed_precision)
-    unknown = Peak(None, f"the {precision.name} rate of {name} is not known")
+    unknown = Peak(None, f"the rate of {name} in mixed_precision {precision.name} is not known")
     peak = _stated_peak(config) or rated_peak(name, precision.name) or unknown
     requested = config.torch_compile
     compiled = CompileChoice(bool(requested), "requested" if requested != "auto" else "as where there is a compiler")

@@ -127,8 +127,10 @@ def _at_embedding(config: GPT2Config, setting: Setting) -> Memory:
     """The end of the backward pass: all gradients exist, the embedding's is being added to the head's."""
     C, N = config.n_embd, setting.tokens
     matrix = 4 * config.vocab_size * C
-    new = 4 * _parameters(config) if setting.compiled and setting.accumulation > 1 else matrix
-    head = matrix if config.tie_word_embeddings and not setting.compiled and setting.accumulation > 1 else 0
+    # A compiled pass returns all gradients at once; FSDP2 breaks it up by block.
+    at_once = setting.compiled and not setting.sharded
+    new = 4 * _parameters(config) if at_once and setting.accumulation > 1 else matrix
+    head = matrix if config.tie_word_embeddings and not at_once and setting.accumulation > 1 else 0
     head += _fused_gradients(config, setting)
     return _memory(config, setting, 4 * _parameters(config), 4 * N * C, head, new)
 

@@ -2,8 +2,8 @@
 
     python tests/benchmarks/memory.py [--only WORD]
 
-Each setting runs in processes of its own: three steps of two micro-batches, as the trainer takes them. Measured is, on a
-card, `torch.cuda.max_memory_allocated`; on a CPU, the most that was resident less what was before the model, with the
+Each setting runs in processes of its own: three steps of two micro-batches, as the trainer takes them. Measured is, on
+a card, `torch.cuda.max_memory_allocated`; on a CPU, the most that was resident less what was before the model, with the
 C library told to give freed memory back at once. `ACCELERATE_USE_CPU=true` before the command keeps off a card.
 """
 
