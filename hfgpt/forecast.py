@@ -197,9 +197,7 @@ class Forecast:
         shown = chosen or self.cuts[0]
         gib = {part: f"{bytes_ / 2**30:.2f}" for part, bytes_ in asdict(shown.memory).items()}
         recomputed = ", with blocks recomputed" if config.gradient_checkpointing else ""
-        sharing = (
-            f", with parameters split over {asked.processes} processes" if asked.fsdp and asked.processes > 1 else ""
-        )
+        sharing = f", with parameters split over {asked.processes} processes" if asked.fsdp else ""
         rows = [
             (
                 "model",
