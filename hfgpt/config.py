@@ -70,6 +70,12 @@ class Batch:
     def tokens_per_step(self) -> int:
         return self.blocks_per_step * self.sequence_length
 
+    def said(self) -> str:
+        return (
+            f"{self.tokens_per_step:,} tokens = micro-batch {self.micro_batch} x sequence {self.sequence_length} x "
+            f"accumulation {self.accumulation} x processes {self.processes}"
+        )
+
 
 @dataclass(frozen=True)
 class PretrainConfig:

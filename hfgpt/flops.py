@@ -80,8 +80,7 @@ def rated_peak(name: str, precision: str, multiprocessors: int | None = None) ->
     fp16 has the rate of bf16 unless stated. Where one name covers several chips, `multiprocessors` tells which; None
     takes the first.
     """
-    with files("hfgpt").joinpath("device_peaks.csv").open() as table:
-        rows = [row for row in csv.DictReader(table) if row["device_name"] == name]
+    rows = [row for row in _rated_rows() if row["device_name"] == name]
     count = str(multiprocessors or "")
     rows = [row for row in rows if not count or row["multiprocessors"] in ("", count)]
     for dtype in ("fp16", "bf16") if precision == "fp16" else (precision,):
@@ -90,6 +89,16 @@ def rated_peak(name: str, precision: str, multiprocessors: int | None = None) ->
                 doubt = "" if row["confidence"] == "high" else f" ({row['confidence']} confidence)"
                 return Peak(float(row["dense_tflops_fp32_accumulate"]), f"rated: {name} {precision} dense{doubt}")
     return None
+
+
+def rated_devices() -> list[str]:
+    """The exact names of the devices whose rate is known, each once."""
+    return list(dict.fromkeys(row["device_name"] for row in _rated_rows()))
+
+
+def _rated_rows() -> list[dict[str, str]]:
+    with files("hfgpt").joinpath("device_peaks.csv").open() as table:
+        return list(csv.DictReader(table))
 
 
 def measure_matmul_tflops(device: torch.device, precision: str, seconds: float = 0.5) -> Peak:

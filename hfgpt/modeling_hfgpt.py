@@ -31,6 +31,7 @@ from hfgpt.errors import UserError
 # transformers renamed the cache argument and output from `past_key_values` to `cache`; we follow what is installed.
 _GENERATION_ARGS = inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
 CACHE_NAME = "cache" if "cache" in _GENERATION_ARGS else "past_key_values"
+HEAD_CHUNK_SIZE = 1024  # tokens whose logits exist at a time in the loss of a model that is not compiled
 
 
 class Attention(nn.Module):

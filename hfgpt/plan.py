@@ -19,29 +19,36 @@ from hfgpt.configuration_hfgpt import model_fields
 from hfgpt.device import CompileChoice, Precision
 from hfgpt.errors import UserError
 from hfgpt.flops import parameter_counts
+from hfgpt.memory import Setting, training_memory
 
 
-def memory_estimate_bytes(
-    config: GPT2Config, batch: Batch, precision: str, checkpointing: bool, shares: int = 1
-) -> int:
-    """Rough peak memory of training on one device, which holds one of `shares` of the parameters.
-
-    16 bytes per parameter for float32 weights, gradients and the two AdamW moments; per token and layer about 34 C
-    bytes of activations in 16 bits (2 C with recomputation; Korthikanti et al. 2022, eq. 2, attention scores not
-    kept), and about 8 bytes per vocabulary entry and token for logits and their gradient.
-    """
-    tokens = batch.micro_batch * batch.sequence_length
-    width = 2 if checkpointing else 34
-    activations = tokens * config.n_layer * config.n_embd * width * (2 if precision == "no" else 1)
-    return 16 * parameter_counts(config).total // shares + activations + 8 * tokens * config.vocab_size
+def setting_of(config: PretrainConfig, batch: Batch, precision: str, shares: int, device_type: str) -> Setting:
+    """How a process of the run trains, for the memory that it needs; not compiled unless changed."""
+    return Setting(
+        micro_batch=batch.micro_batch,
+        sequence_length=batch.sequence_length,
+        accumulation=batch.accumulation,
+        precision=precision,
+        checkpointing=config.gradient_checkpointing,
+        optim=config.optim,
+        processes=batch.processes,
+        sharded=shares > 1,
+        document_masking=config.document_masking,
+        device=device_type,
+    )
 
 
 def check_memory(
-    config: PretrainConfig, batch: Batch, precision: str, available_bytes: int | None, shares: int = 1
+    config: PretrainConfig,
+    batch: Batch,
+    precision: str,
+    available_bytes: int | None,
+    shares: int = 1,
+    device_type: str = "cuda",
 ) -> None:
     """Raise UserError for sizes far beyond the device; the smallest vocabulary stands for the one not yet known."""
     model = GPT2Config(**{**model_fields(config.model), "vocab_size": 2, "bos_token_id": None, "eos_token_id": None})
-    needed = memory_estimate_bytes(model, batch, precision, config.gradient_checkpointing, shares)
+    needed = training_memory(model, setting_of(config, batch, precision, shares, device_type)).peak
     needed += 12 * batch.tokens_per_step // batch.processes  # the token blocks of a step
     if available_bytes and needed > 2 * available_bytes:
         raise UserError(
@@ -64,14 +71,14 @@ class Plan:
     device: str
     text: list[str]
     checkpoint_folder: str
-    shares: int  # of the parameters, a device holding one
+    setting: Setting
 
     def lines(self) -> list[str]:
         model, batch, config = self.model, self.batch, self.config
         counts = parameter_counts(model)
         name = config.model if isinstance(config.model, str) else "custom"
-        memory = memory_estimate_bytes(model, batch, self.precision.name, config.gradient_checkpointing, self.shares)
-        sharing = f", with the parameters split over {self.shares} processes" if self.shares > 1 else ""
+        memory, shares = training_memory(model, self.setting).peak, self.setting.shares
+        sharing = f", with the parameters split over {shares} processes" if shares > 1 else ""
         every = f"every {config.save_steps} steps and " if config.save_steps else ""
         rows = [
             (
@@ -81,11 +88,7 @@ class Plan:
             ),
             *([("weights", f"begun from {config.init_from}")] if config.init_from else []),
             *(("text", line) for line in self.text),
-            (
-                "step",
-                f"{batch.tokens_per_step:,} tokens = micro-batch {batch.micro_batch} x sequence "
-                f"{batch.sequence_length} x accumulation {batch.accumulation} x processes {batch.processes}",
-            ),
+            ("step", batch.said()),
             ("run", f"{self.max_steps:,} steps, {self.max_steps * batch.tokens_per_step:,} tokens"),
             (
                 "rate",

@@ -19,7 +19,7 @@ from hfgpt.device import CompileChoice, Precision, step_seed
 from hfgpt.distributed import HostGroup, shared_model
 from hfgpt.guard import StepResult
 from hfgpt.micro_batch import MemoryWatch
-from hfgpt.modeling_hfgpt import document_attention, new_model
+from hfgpt.modeling_hfgpt import HEAD_CHUNK_SIZE, document_attention, new_model
 from hfgpt.optim import LearningRate, build_optimizer
 
 
@@ -94,7 +94,7 @@ class TrainingStep:
         if self.compile.enabled:
             model.compile(dynamic=False)
         else:
-            model.head_chunk_size = 1024
+            model.head_chunk_size = HEAD_CHUNK_SIZE
         return model
 
     def wrap_model(self) -> None:

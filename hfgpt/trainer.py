@@ -10,6 +10,7 @@ import uuid
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -20,7 +21,7 @@ from transformers.trainer_callback import TrainerControl, TrainerState
 
 from hfgpt import checkpoint
 from hfgpt.callbacks import CallbackArguments, MFUCallback, PerplexityCallback, callback_handler
-from hfgpt.config import AUTO, PretrainConfig
+from hfgpt.config import AUTO, Batch, PretrainConfig
 from hfgpt.data import TextData, prepare_again, prepare_data, told_counts
 from hfgpt.data.position import resumed_position
 from hfgpt.data.stream import StepBatch, batch_hash, iterate, named_documents, side_by_side
@@ -30,10 +31,11 @@ from hfgpt.errors import RunError, UserError, told_by
 from hfgpt.evaluation import evaluate
 from hfgpt.guard import Step, StepGuard, StepResult
 from hfgpt.hub import check_push, push_trained
+from hfgpt.memory import training_memory
 from hfgpt.micro_batch import MemoryRanOut, fastest_that_fits, release_memory
 from hfgpt.model_card import model_card
 from hfgpt.optim import LearningRate
-from hfgpt.plan import Plan, check_memory, memory_estimate_bytes, run_facts
+from hfgpt.plan import Plan, check_memory, run_facts, setting_of
 from hfgpt.run_folder import RunFolder
 from hfgpt.signals import Interrupted, StopSignals
 from hfgpt.step import TrainingStep
@@ -199,8 +201,9 @@ class Pretrainer(TrainingStep):
                 "them; state a number"
             )
         self.batch = config.batch(accelerator.num_processes)
-        self.shares = accelerator.num_processes if self.sharded else 1
-        check_memory(config, self.batch, self.precision.name, memory_bytes(device), self.shares)
+        shares = accelerator.num_processes if self.sharded else 1
+        sizes = config, self.batch, self.precision.name
+        check_memory(*sizes, memory_bytes(device), shares, device.type)
         self.data = self.host.from_main(self._prepare_data)
         epoch_blocks = getattr(self.data.train, "blocks_per_epoch", None)
         self.max_steps = self.state.max_steps = config.total_steps(self.batch, epoch_blocks)
@@ -221,12 +224,11 @@ class Pretrainer(TrainingStep):
             position, wall_seconds = self._restore(self.resumed_from)
         self.wrap_model()
         if config.per_device_train_batch_size == AUTO:
-            needed = partial(
-                memory_estimate_bytes,
-                model.config,
-                precision=self.precision.name,
-                checkpointing=config.gradient_checkpointing,
-            )
+
+            def needed(cut: Batch) -> int:
+                setting = setting_of(config, cut, self.precision.name, shares, device.type)
+                return training_memory(model.config, replace(setting, compiled=self.compile.enabled)).peak
+
             self.batch, said = fastest_that_fits(self.batch, self.trial, needed, self.host, device, self.raw_optimizer)
             self.data.description.append(said)
             self.optimizer.zero_grad()
@@ -240,8 +242,9 @@ class Pretrainer(TrainingStep):
         self.position = position or self.data.train.start
         choices = (self.precision, self.compile, device_name(device))
         target = str(self.run.checkpoint(self.max_steps))
+        setting = replace(setting_of(*sizes, shares, device.type), compiled=self.compile.enabled)
         self.plan = Plan(
-            config, model.config, self.batch, self.max_steps, *choices, self.data.description, target, self.shares
+            config, model.config, self.batch, self.max_steps, *choices, self.data.description, target, setting
         )
         self.mfu_callback = MFUCallback(
             tokens_per_step=self.batch.tokens_per_step,
