@@ -170,16 +170,30 @@ def plan(
     max_tokens: Annotated[str | None, typer.Option("--max_tokens", help="Token budget; default: 10e9.")] = None,
     price_per_hour: Annotated[str | None, typer.Option("--price_per_hour", help="Of one device.")] = None,
     watts: Annotated[str | None, typer.Option("--watts", help="That one device draws.")] = None,
+    measure: Annotated[bool, typer.Option("--measure", help="Take real steps here, cut in each way.")] = False,
+    output: Annotated[Path | None, typer.Option("--output", help="With --measure: a plot, as PNG.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Plan a run: memory by part, the micro-batch that fits, time, energy and cost; the device need not be there.
 
     Example: hfgpt plan --model gpt2-125m --device "NVIDIA GeForce RTX 4070 Ti" --tokens_per_step 524288
     """
-    flags = {key: value for key, value in locals().items() if key != "as_json" and value not in (None, False)}
-    from hfgpt.forecast import forecast
+    flags = {key: value for key, value in locals().items() if value not in (None, False)}
+    for key in ("as_json", "measure", "output"):
+        flags.pop(key, None)
+    planned: Any
+    if measure:
+        from hfgpt.measure import measure_flags
 
-    planned = forecast(flags)
+        planned = measure_flags(flags)
+        if output:
+            planned.plot(output)
+    elif output:
+        raise UserError(f"output={output}: is the plot of --measure; state that, or leave it out")
+    else:
+        from hfgpt.forecast import forecast
+
+        planned = forecast(flags)
     print(json.dumps(planned.to_dict(), indent=2) if as_json else "\n".join(planned.lines()))
 
 

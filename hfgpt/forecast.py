@@ -296,7 +296,7 @@ def forecast(flags: dict[str, Any]) -> Forecast:
     model, device = None, None
     try:
         # The cut is what is sought: with one sequence at a time, any step of whole sequences is possible.
-        defaults = {"per_device_train_batch_size": 1, "max_tokens": 10_000_000_000, **_length(shared)}
+        defaults = {"per_device_train_batch_size": 1, "max_tokens": 10_000_000_000, **length_of(shared)}
         config = PretrainConfig.from_layers(defaults, shared)
         model = _model(config, asked.vocab_size)
         config.batch(asked.processes)
@@ -318,7 +318,7 @@ def forecast(flags: dict[str, Any]) -> Forecast:
     return Forecast(config, asked, model, device, gib, _cuts(config, asked, model, device, gib))
 
 
-def _length(shared: dict[str, Any]) -> dict[str, int]:
+def length_of(shared: dict[str, Any]) -> dict[str, int]:
     """The model's own length for `sequence_length`; nothing where the model cannot be read."""
     model = shared.get("model", "gpt2-125m")
     with suppress(*NOT_CONVERTIBLE):

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from hfgpt import measure as module
+from hfgpt.cli import app
 from hfgpt.config import Batch
 from hfgpt.errors import UserError
 from hfgpt.measure import Measured, measure
@@ -63,3 +67,17 @@ def test_peak_memory_begins_anew():
     del large
     reset_peak_memory(cpu)
     assert peak_memory_bytes(cpu) < with_it - 50 * 2**20
+
+
+def test_the_command_measures_and_draws(monkeypatch, tmp_path):
+    model = '{"n_layer": 1, "n_head": 1, "n_embd": 8, "n_positions": 16}'
+    flags = ["plan", "--measure", "--model", model, "--tokens_per_step", "64", "--vocab_size", "50"]
+    shown = CliRunner().invoke(app, [*flags, "--torch_compile", "false", "--output", str(tmp_path / "cuts.png")])
+    assert shown.exit_code == 0 and "fastest: micro-batch " in shown.stdout and "2 x 2" in shown.stdout
+    assert (tmp_path / "cuts.png").read_bytes().startswith(b"\x89PNG")
+    found = json.loads(CliRunner().invoke(app, [*flags, "--torch_compile", "false", "--json"]).stdout)
+    assert [row["micro_batch"] for row in found["cuts"]] == [1, 2, 4] and found["peak_source"]
+    wrong = CliRunner().invoke(app, [*flags, "--watts", "300", "--output", str(tmp_path / "none" / "cuts.png")])
+    assert "watts=300: has no meaning with --measure" in str(wrong.exception)
+    wrong = CliRunner().invoke(app, ["plan", "--tokens_per_step", "1024", "--output", "cuts.png"])
+    assert "is the plot of --measure" in str(wrong.exception)
