@@ -202,8 +202,7 @@ class Pretrainer(TrainingStep):
             )
         self.batch = config.batch(accelerator.num_processes)
         shares = accelerator.num_processes if self.sharded else 1
-        sizes = config, self.batch, self.precision.name
-        check_memory(*sizes, memory_bytes(device), shares, device.type)
+        check_memory(config, self.batch, self.precision.name, memory_bytes(device), shares, device.type)
         self.data = self.host.from_main(self._prepare_data)
         epoch_blocks = getattr(self.data.train, "blocks_per_epoch", None)
         self.max_steps = self.state.max_steps = config.total_steps(self.batch, epoch_blocks)
@@ -242,9 +241,10 @@ class Pretrainer(TrainingStep):
         self.position = position or self.data.train.start
         choices = (self.precision, self.compile, device_name(device))
         target = str(self.run.checkpoint(self.max_steps))
-        setting = replace(setting_of(*sizes, shares, device.type), compiled=self.compile.enabled)
+        setting = setting_of(config, self.batch, self.precision.name, shares, device.type)
         self.plan = Plan(
-            config, model.config, self.batch, self.max_steps, *choices, self.data.description, target, setting
+            *(config, model.config, self.batch, self.max_steps, *choices, self.data.description, target),
+            setting=replace(setting, compiled=self.compile.enabled),
         )
         self.mfu_callback = MFUCallback(
             tokens_per_step=self.batch.tokens_per_step,
