@@ -86,8 +86,14 @@ def rated_peak(name: str, precision: str, multiprocessors: int | None = None) ->
     for dtype in ("fp16", "bf16") if precision == "fp16" else (precision,):
         for row in rows:
             if row["dtype"] == dtype:
+                several = len([other for other in rows if other["dtype"] == dtype]) > 1
+                chip = (
+                    f" with {row['multiprocessors']} multiprocessors, as others of the name have more"
+                    if several
+                    else ""
+                )
                 doubt = "" if row["confidence"] == "high" else f" ({row['confidence']} confidence)"
-                return Peak(float(row["dense_tflops_fp32_accumulate"]), f"rated: {name} {precision} dense{doubt}")
+                return Peak(float(row["dense_tflops_fp32_accumulate"]), f"rated: {name} {precision} dense{chip}{doubt}")
     return None
 
 

@@ -24,7 +24,7 @@ from hfgpt.plan import setting_of
 
 # What a process takes besides tensors: a CUDA context is some 0.3 to 0.5 GiB, and an allocator leaves gaps.
 OUTSIDE_BYTES = 2**29
-GAPS = 0.03
+GAPS = 0.1
 LARGEST_MICRO_BATCH = 2**16
 GPT2_VOCABULARY = 50257
 
@@ -231,6 +231,7 @@ class Forecast:
         peak, asked, figures = self.device.peak, self.asked, self.figures()
         if self.tokens_per_second is None:
             return [("time", f"{peak.source}; state the peak with --mfu_peak_tflops")]
+        tokens = self.steps * self.config.batch(asked.processes).tokens_per_step
         seconds, hours = figures["seconds_per_step"] or 0.0, figures["hours"] or 0.0
         rows = [
             (
@@ -238,11 +239,7 @@ class Forecast:
                 f"{seconds:,.3g} s per step, {self.tokens_per_second:,.0f} tokens/s at MFU {asked.mfu:.3g} of "
                 f"{peak.tflops:,.4g} TFLOP/s ({peak.source})",
             ),
-            (
-                "budget",
-                f"{self.config.max_tokens:,} tokens in {self.steps:,} steps: {hours:,.3g} hours, without evaluation "
-                "and saving",
-            ),
+            ("budget", f"{tokens:,} tokens in {self.steps:,} steps: {hours:,.3g} hours, without evaluation and saving"),
         ]
         if figures["kwh"] is not None:
             rows.append(("energy", f"{figures['kwh']:,.3g} kWh at {asked.watts:g} W a device"))
@@ -303,7 +300,7 @@ def forecast(flags: dict[str, Any]) -> Forecast:
     except UserError as error:
         problems += error.problems
     try:
-        device = _device(asked.device, config)
+        device = _device(asked.device, config, asked.memory_gib)
     except UserError as error:
         problems += error.problems
     gib = asked.memory_gib or (device and device.gib)
@@ -332,7 +329,7 @@ def _model(config: PretrainConfig, vocab_size: int | None) -> GPT2Config:
     return model_config(config.model, vocab_size=vocab_size or stated)
 
 
-def _device(name: str | None, config: PretrainConfig) -> Device:
+def _device(name: str | None, config: PretrainConfig, memory_gib: float | None) -> Device:
     """The device of this name: this machine's, or one that is rated. Raises UserError for any other."""
     here = machine.default_device()
     if name is None or name in (here.type, machine.device_name(here)):
@@ -343,14 +340,14 @@ def _device(name: str | None, config: PretrainConfig) -> Device:
         peak = _stated_peak(config) or device_peak(here, precision.name)
         gib = machine.memory_bytes(here) / 2**30
         return Device(machine.device_name(here), here.type, gib, peak, precision, compiled)
-    known = rated_devices()
-    if name not in known:
+    known, stated = rated_devices(), config.mfu_peak_tflops and memory_gib
+    if name not in known and not stated:
         by_lower = {device.lower(): device for device in known}
         near = [by_lower[match] for match in difflib.get_close_matches(name.lower(), by_lower, n=3, cutoff=0.3)]
         raise UserError(
             f"device={name}: not known; "
             + (f"near are {', '.join(near)}; " if near else "")
-            + "leave it out for this machine"
+            + "leave it out for this machine, or state --memory_gib and --mfu_peak_tflops"
         )
     precision = _rated_precision(name, config.mixed_precision)
     unknown = Peak(None, f"the rate of {name} in mixed_precision {precision.name} is not known")

@@ -118,3 +118,15 @@ class TrainingStep:
         with self.accelerator.no_sync(self.model), self.accelerator.autocast():
             options = {"num_items_in_batch": ids.numel(), **self.attention(ids)}
             self.model(input_ids=ids, shift_labels=ids, **options).loss.backward()
+
+    def rehearse(self) -> None:
+        """A micro-batch forward and backward where several processes hold the model.
+
+        Memory that runs out while they exchange gradients finds them out of step; here MemoryRanOut comes on all.
+        """
+        if self.host.world == 1 or self.sharded:
+            return
+        with self.memory.micro_batch(1, 2):
+            self.trial(self.batch)
+        with self.memory.micro_batch(2, 2):  # asks the others
+            self.optimizer.zero_grad()

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
+import torch
 from transformers import TrainerCallback
 from transformers.trainer_callback import TrainerControl, TrainerState
 
@@ -121,6 +122,10 @@ class Pretrainer(TrainingStep):
                 self._record(
                     event="end", skipped_rows=dict(self.skipped_rows), fault=f"{type(error).__name__}: {error}"
                 )
+            if isinstance(error, torch.OutOfMemoryError):
+                size = self.batch.micro_batch
+                told = f"out of memory with micro-batches of {size} ({str(error).splitlines()[0]})"
+                raise RunError(f"{told}; state a smaller --per_device_train_batch_size; {self._way_on()}") from error
             if isinstance(error, RunError) and error.everywhere:
                 raise RunError(f"{error}; {self._way_on()}", everywhere=True) from error
             raise
@@ -144,22 +149,36 @@ class Pretrainer(TrainingStep):
                 return self.training_step(*tensors, step=step)
             except MemoryRanOut:
                 pass  # what the failed one holds is freed with its traceback
-            self.optimizer.zero_grad()
-            release_memory(self.accelerator.device)
-            before = self.batch
-            smaller = before.halved()
-            if smaller is None:
-                raise RunError(
-                    f"out of memory in step {step} with micro-batches of one sequence; use a smaller model, or "
-                    "--gradient_checkpointing true"
-                )
-            self.batch = smaller
-            cut = {"micro_batch": smaller.micro_batch, "accumulation": smaller.accumulation}
-            self._record(event="oom_retry", for_step=step, micro_batch_before=before.micro_batch, **cut)
-            logger.warning(
-                "out of memory in step %d: it is done again, micro-batch %d x accumulation %d from here on",
-                *(step, smaller.micro_batch, smaller.accumulation),
+            self.use_smaller_micro_batch(step)
+            self.rehearse_all()
+
+    def rehearse_all(self) -> None:
+        """`rehearse`, until the micro-batch is one that fits."""
+        while True:
+            try:
+                return self.rehearse()
+            except MemoryRanOut:
+                pass
+            self.use_smaller_micro_batch(self.state.global_step + 1)
+
+    def use_smaller_micro_batch(self, step: int) -> None:
+        """The same steps in smaller micro-batches from here on. Raises RunError where there are none."""
+        self.optimizer.zero_grad()
+        release_memory(self.accelerator.device)
+        before = self.batch
+        smaller = before.halved()
+        if smaller is None:
+            raise RunError(
+                f"out of memory in step {step} with micro-batches of one sequence; use a smaller model, or "
+                "--gradient_checkpointing true"
             )
+        self.batch = smaller
+        cut = {"micro_batch": smaller.micro_batch, "accumulation": smaller.accumulation}
+        self._record(event="oom_retry", for_step=step, micro_batch_before=before.micro_batch, **cut)
+        logger.warning(
+            "out of memory in step %d: it is done again, micro-batch %d x accumulation %d from here on",
+            *(step, smaller.micro_batch, smaller.accumulation),
+        )
 
     def setup(self) -> None:
         """Everything before the first step that writes nothing: device, text, model, optimizer, resume."""
@@ -278,6 +297,7 @@ class Pretrainer(TrainingStep):
             self._record(event="resume", checkpoint=self.resumed_from.name, **changed)
         else:
             self._record(event="start")
+        self.rehearse_all()
         self.control = self.handler.on_train_begin(self.args, self.state, self.control)
 
     def after_step(self, batch: StepBatch, result: StepResult) -> None:
@@ -417,6 +437,11 @@ class Pretrainer(TrainingStep):
         ):
             self.evaluation, self.evaluation_step = made_up, trainer["step"]
         self.run_id, self.skipped_rows = trainer["run_id"], Counter(trainer["skipped_rows"])
+        asked = self.config.per_device_train_batch_size
+        for cut in self.batch.cuts() if trainer["config"]["per_device_train_batch_size"] == asked else []:
+            if cut.micro_batch == trainer.get("micro_batch") and cut.micro_batch < self.batch.micro_batch:
+                logger.warning("micro-batch %d again: memory ran out with more in this run", cut.micro_batch)
+                self.batch = cut
         if self.max_steps < trainer["step"]:
             raise UserError(f"max_steps={self.max_steps}: {folder} is at step {trainer['step']}; state more steps")
         self.changed_settings = changed_settings(trainer["config"], self.config.to_dict())
@@ -437,6 +462,7 @@ class Pretrainer(TrainingStep):
             "schedule": self.learning_rate.state(),
             "random_numbers": "seeded by (seed, step, process) at every step",
             "config": self.config.to_dict(),
+            "micro_batch": self.batch.micro_batch,
             "gradient_scaler": scaler.state_dict() if scaler is not None else None,
             "skipped_rows": dict(self.skipped_rows),
             "evaluation": self.evaluation if math.isfinite(self.evaluation.get("eval_perplexity", math.nan)) else None,

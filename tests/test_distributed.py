@@ -55,7 +55,10 @@ def launch(tmp_path, document_folder):
 
     def launch(kind: str, name: str, *flags: str, code: int = 0) -> Path:
         names = {"one": "cpu", "cpus": "cpu_2proc", "ddp": "multi_gpu_ddp", "fsdp2": "multi_gpu_fsdp2"}
-        settings = (CONFIGS / f"{names[kind]}.yaml").read_text().replace("mixed_precision: bf16", "use_cpu: true")
+        names["single"] = "single_gpu_bf16"
+        settings = (CONFIGS / f"{names[kind]}.yaml").read_text()
+        if kind != "single":
+            settings = settings.replace("mixed_precision: bf16", "use_cpu: true")
         (tmp_path / f"{kind}.yaml").write_text(settings)  # the cards' own file, but for the cards
         command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(tmp_path / f"{kind}.yaml")]
         command += [str(tmp_path / "recipe.py"), "--dataset", str(document_folder), *FLAGS]
@@ -63,6 +66,7 @@ def launch(tmp_path, document_folder):
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
         assert done.returncode == code, done.stderr
+        assert done.stdout.count("\nsaves ") == 1  # one process speaks
         return tmp_path / name
 
     return launch
@@ -91,7 +95,7 @@ def test_one_process_two_and_two_that_share_the_model_are_one_run(launch, optim)
     """8 blocks x 2 on one process are 4 x 2 on two."""
     flags = ["--optim", optim]
     one = launch("one", "one", "--per_device_train_batch_size", "8", *flags)
-    for kind in ("ddp", "fsdp2"):
+    for kind in ("ddp", "fsdp2") if optim == "adamw" else ("fsdp2",):
         two = launch(kind, kind, "--per_device_train_batch_size", "4", *flags)
         assert_same(one, two, tolerance=2e-5 if optim == "adamw" else 2e-3)  # Muon rounds its updates to bf16
         held = [tuple(map(int, (two / f"held.{rank}").read_text().split())) for rank in (0, 1)]
@@ -118,12 +122,11 @@ def test_a_run_goes_on_as_another_kind(launch, tmp_path):
 
 @pytest.mark.slow
 def test_given_weights_reach_all_processes(launch, tmp_path):
-    first = launch("one", "first", "--max_steps", "2")
+    first = launch("single", "first", "--max_steps", "2")  # on a card where there is one
     begin = ["--init_from", str(first / "checkpoint-2"), "--tokenizer", str(first / "checkpoint-2"), "--max_steps", "1"]
     begin += ["--eval_steps", "1", "--seed", "7"]
     one = launch("one", "one", "--per_device_train_batch_size", "8", *begin)
-    for kind in ("ddp", "fsdp2"):
-        assert_same(one, launch(kind, kind, "--per_device_train_batch_size", "4", *begin))
+    assert_same(one, launch("fsdp2", "fsdp2", "--per_device_train_batch_size", "4", *begin))
     [start] = lines(one, "loss")
     assert start["loss"] < lines(first)[0]["loss"] - 0.05  # not random ones
 
@@ -186,7 +189,6 @@ def failing(tmp_path, document_folder):
             "signal.signal(signal.SIGTERM, signal.SIG_DFL), time.sleep(1000)",
             "no answer from process 1 (on {host}) of 2 within ddp_timeout=6 s",
         ),
-        ("os._exit(3)", "process 1 of 2 (pid "),
     ],
 )
 def test_what_ends_one_process_is_the_last_word_of_the_main_one(failing, tmp_path, what, told):
@@ -292,7 +294,6 @@ class Differs(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         control.should_save |= os.environ["RANK"] == "1" and state.global_step == 1
         control.should_evaluate |= os.environ["RANK"] == "0" and state.global_step == 2
-        control.should_training_stop |= os.environ["RANK"] == "1" and state.global_step == 5
 
     def on_evaluate(self, args, state, control, metrics, **kwargs):
         control.should_training_stop |= os.environ["RANK"] == "1" and state.global_step == 4
@@ -302,14 +303,13 @@ run_recipe(lambda: Pretrainer(PretrainConfig.from_cli(), [Differs()]).train())
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("eval_steps", "end"), [("100", 5), ("4", 4)])
-def test_what_a_callback_wants_on_one_process_is_done_on_all(failing, tmp_path, eval_steps, end):
-    code, last = failing(DIFFERING, "--save_steps", "100", "--eval_steps", eval_steps)
+def test_what_a_callback_wants_on_one_process_is_done_on_all(failing, tmp_path):
+    code, last = failing(DIFFERING, "--save_steps", "100", "--eval_steps", "4")
     assert code == 0, last
     run = tmp_path / "run"
-    assert [path.name for path in sorted(run.glob("checkpoint-?"))] == ["checkpoint-1", f"checkpoint-{end}"]
+    assert [path.name for path in sorted(run.glob("checkpoint-?"))] == ["checkpoint-1", "checkpoint-4"]
     assert lines(run, "eval_loss")[0]["step"] == 2
-    assert lines(run)[-1]["step"] == end
+    assert lines(run)[-1]["step"] == 4
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 
@@ -64,6 +65,26 @@ def test_one_sequence_that_does_not_fit_ends_the_run_with_a_way_out(config, monk
         run(Small, config, per_device_train_batch_size=2)
 
 
+def test_a_run_that_is_resumed_keeps_to_what_fitted(config, caplog):
+    first = run(Small, config, per_device_train_batch_size=16)
+    again = Pretrainer(dataclasses.replace(first.config, max_steps=5, resume_from_checkpoint="latest"))
+    again.train()
+    assert again.batch == first.batch == Batch(4, 16, 4, 1) and "memory ran out with more" in caplog.text
+    stated = dataclasses.replace(again.config, max_steps=6, per_device_train_batch_size=8)
+    other = Pretrainer(stated)
+    other.train()
+    assert other.batch == Batch(8, 16, 2, 1)  # what is stated anew counts
+
+
+def test_memory_that_runs_out_elsewhere_is_told_with_the_way_out(config, monkeypatch):
+    def step(*args, **options):
+        raise torch.OutOfMemoryError("no room for the moments")
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", step)
+    with pytest.raises(RunError, match=r"out of memory with micro-batches of 2 .no room.*state a smaller --per_device"):
+        run(Pretrainer, config, per_device_train_batch_size=2)
+
+
 def test_half_of_a_micro_batch_that_has_none_is_the_next_smaller_one():
     assert Batch(9, 16, 2, 1).halved() == Batch(3, 16, 6, 1)
     assert Batch(7, 16, 1, 1).halved() == Batch(1, 16, 7, 1)
@@ -86,16 +107,16 @@ def test_memory_that_runs_out_on_one_process_is_met_by_all(tmp_path, document_fo
     (tmp_path / "recipe.py").write_text(ON_ONE)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
     environment["PYTHONPATH"] = os.pathsep.join([os.path.dirname(__file__), os.environ.get("PYTHONPATH", "")])
-    for name, size in (("two", "2"), ("four", "4")):
+    for name, size in (("two", "2"), ("eight", "8")):  # the larger one without accumulation
         flags = ["--dataset", str(document_folder), *FLAGS, "--output_dir", str(tmp_path / name), "--max_steps", "3"]
         command = [*TWO, str(tmp_path / "recipe.py"), *flags, "--per_device_train_batch_size", size]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
         assert done.returncode == 0, done.stderr
-    two, four = tmp_path / "two", tmp_path / "four"
-    assert (two / "ledger.jsonl").read_text() == (four / "ledger.jsonl").read_text()
-    assert [line["loss"] for line in lines(two)] == [line["loss"] for line in lines(four)]
-    [retry] = [line for line in lines(four, "event") if line["event"] == "oom_retry"]
-    assert (retry["micro_batch"], retry["accumulation"]) == (2, 4)
+    two, eight = tmp_path / "two", tmp_path / "eight"
+    assert (two / "ledger.jsonl").read_text() == (eight / "ledger.jsonl").read_text()
+    assert [line["loss"] for line in lines(two)] == [line["loss"] for line in lines(eight)]
+    retries = [line for line in lines(eight, "event") if line["event"] == "oom_retry"]
+    assert [(retry["micro_batch"], retry["accumulation"]) for retry in retries] == [(4, 2), (2, 4)]
 
 
 class Alone:

@@ -5,11 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import json
-import os
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from accelerate.state import AcceleratorState
 from running import MODEL, records, same_weights, trained
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from hfgpt import Pretrainer, UserError
@@ -191,42 +186,6 @@ def test_losses_hold_no_graph(config):
 def test_unknown_trackers_are_refused(config):
     with pytest.raises(UserError, match="report_to=nonsense"):
         Pretrainer(config(report_to="nonsense")).train()
-
-
-@pytest.mark.slow
-def test_two_processes_take_the_same_steps_as_one(tmp_path, document_folder):
-    """The launcher's own two processes on a CPU, for the loop, the text, and one writer."""
-    recipe = Path(__file__).parent.parent / "recipes" / "shakespeare_char.py"
-    flags = [
-        "--dataset",
-        str(document_folder),
-        "--streaming",
-        "true",
-        "--tokenizer",
-        "bpe-300",
-        "--model",
-        json.dumps(MODEL),
-    ]
-    flags += ["--sequence_length", "16", "--tokens_per_step", "256", "--per_device_train_batch_size", "4"]
-    flags += ["--max_steps", "4", "--mixed_precision", "no", "--torch_compile", "false", "--logging_steps", "1"]
-    flags += ["--eval_steps", "2", "--eval_tokens", "300"]
-    environment = {**os.environ, "ACCELERATE_USE_CPU": "true"}
-    for processes in (1, 2):
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-        command = [*launcher, str(recipe), "--output_dir", str(tmp_path / str(processes)), *flags]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-        assert done.returncode == 0, done.stderr
-        assert done.stdout.count("eval loss") == 2  # one process speaks
-    one, two = ((tmp_path / str(processes) / "ledger.jsonl").read_text() for processes in (1, 2))
-    assert one == two
-    texts = [(tmp_path / n / "metrics.jsonl").read_text() for n in ("1", "2")]
-    lines = [[json.loads(line) for line in text.splitlines()] for text in texts]
-    for key in ("loss", "eval_loss", "learning_rate", "num_input_tokens_seen"):
-        first, second = ([line[key] for line in run if key in line] for run in lines)
-        assert second == pytest.approx(first, abs=1e-5), key
-    weights = [load_file(tmp_path / n / "checkpoint-4" / "model.safetensors") for n in ("1", "2")]
-    for name, value in weights[0].items():
-        torch.testing.assert_close(weights[1][name], value, atol=1e-5, rtol=0)
 
 
 def test_document_masking_trains_on_documents_alone(config, document_folder):

@@ -121,9 +121,11 @@ def paired(a: Curve, b: Curve, end: float, start: float) -> Gap | None:
     common, ia, ib = np.intersect1d(a[0], b[0], return_indices=True)
     ya, yb = a[1][ia], b[1][ib]
     inside = (common > start) & (common <= end * (1 + 1e-9))
-    if np.count_nonzero(inside) < FEWEST:
-        return apart(a, b, end, start)
     x, ya, yb = common[inside], ya[inside], yb[inside]
+    if not len(x):
+        return apart(a, b, end, start)
+    if len(x) < FEWEST:
+        return Gap(float(ya.mean()), float(yb.mean()), None, f"fewer than {FEWEST} steps that both recorded")
     mean = level(x, yb - ya, float(x.mean()))
     band = student(mean.freedom) * (mean.error or 0.0)
     first = float(ya.mean())
