@@ -261,6 +261,14 @@ def test_mfu_is_given_against_every_peak_that_is_named(tmp_path):
     assert old["micro_batch_seconds"] == pytest.approx(9.34 / 64)
 
 
+def test_an_mfu_above_one_is_noted(tmp_path):
+    fast, slow = write_run(tmp_path / "fast"), write_run(tmp_path / "slow")
+    rewritten = (slow / "metrics.jsonl").read_text().replace('"peak_tflops": 80.2', '"peak_tflops": 0.02')
+    (slow / "metrics.jsonl").write_text(rewritten)
+    assert any(note.startswith("fast: an MFU above 1") for note in compared(fast, slow)["notes"])
+    assert not any("MFU above 1" in note for note in compared(fast)["notes"])
+
+
 def test_flops_of_a_log_follow_from_its_mfu(tmp_path):
     log = tmp_path / "log.txt"
     log.write_text("".join(f"iter {n}: loss 3.0, time 9340.00ms, mfu 15.40%\n" for n in range(5)))

@@ -65,13 +65,18 @@ def compare(runs: Sequence[PastRun]) -> dict[str, Any]:
     there), pairs (the first run with each other: same tokens, comparable or not, gaps with bands, speed, verdicts),
     notes.
     """
+    against = mfu_against(runs)
+    above = sorted({name for row in against for name, value in row["mfu"].items() if value is not None and value > 1})
     return {
         "runs": [facts(run) for run in runs],
         "settings_that_differ": settings_that_differ(runs),
-        "mfu_against": mfu_against(runs),
+        "mfu_against": against,
         "equal": {name: found for name, axis in AXES.items() if len(runs) > 1 and (found := equal(runs, axis))},
         "pairs": [pair(runs[0], other) for other in runs[1:]],
-        "notes": [f"{run.name}: {note}" for run in runs for note in (*run.notes, *_not_finite(run))],
+        "notes": [
+            *(f"{run.name}: {note}" for run in runs for note in (*run.notes, *_not_finite(run))),
+            *(f"{name}: an MFU above 1 is against the peak of a slower device, or a wrong one" for name in above),
+        ],
     }
 
 
