@@ -115,6 +115,7 @@ def test_generate_prints_the_samples_of_the_library(monkeypatch, capsys, tmp_pat
     )
     GPT2LMHeadModel(config).save_pretrained(tmp_path)
     save_tokenizer(tokenizer, tmp_path)
+    capsys.readouterr()  # saving shows its progress, unless something has turned that off before
     code, out, err = command(
         monkeypatch, capsys, "generate", str(tmp_path), "--prompt", "abc", "--num_samples", "2",
         "--max_new_tokens", "12", "--temperature", "0.8", "--top_k", "5", "--top_p", "0.9", "--seed", "4",
