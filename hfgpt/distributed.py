@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import pickle
 import socket
 import threading
 import time
@@ -106,7 +105,9 @@ class HostGroup:
             try:
                 outcome[0] = make()
             except Exception as error:
-                fault, outcome[1] = error, _portable(error)
+                fault = outcome[1] = error
+                if not isinstance(error, UserError | RunError | Interrupted):  # others may not survive the way
+                    outcome[1] = RunError(f"{type(error).__name__}: {error}")
         dist.broadcast_object_list(outcome, src=0, group=self._group)
         if fault := fault or outcome[1]:
             raise fault
@@ -212,15 +213,6 @@ def _told(who: str, error: BaseException) -> str:
 
 def _line(error: BaseException) -> str:
     return (str(error).strip() or "no message").splitlines()[0]
-
-
-def _portable(error: Exception) -> Exception:
-    """The exception, or what it says in one that other processes can be handed."""
-    try:
-        pickle.loads(pickle.dumps(error))
-    except Exception:
-        return RunError(f"{type(error).__name__}: {error}")
-    return error
 
 
 def _within(seconds: float, call: Callable[[], T]) -> T | None:
