@@ -211,8 +211,8 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON 
     device, threads = machine.default_device(), machine.use_all_cores(1)
     name, precision = machine.device_name(device), machine.choose_precision("auto", device)
     compilation = machine.choose_compile("auto", device, machine.SHORT_RUN_FORWARD_PASSES)
-    measured, peak = flops.measure_matmul_tflops(device, precision.name), flops.device_peak(device, precision.name)
-    is_rated = peak.source.startswith("rated")
+    rated = flops.rated_device_peak(device, precision.name)
+    measured = flops.measure_matmul_tflops(device, precision.name)
     stack = ("torch", "transformers", "accelerate", "datasets", "tokenizers", "safetensors")
     facts: dict[str, Any] = {
         "device": device.type,
@@ -224,8 +224,8 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON 
         "precision_reason": precision.reason,
         "torch_compile": compilation.enabled,
         "torch_compile_reason": compilation.reason,
-        "peak_tflops_rated": peak.tflops if is_rated else None,
-        "peak_rated_source": peak.source if is_rated else None,
+        "peak_tflops_rated": rated.tflops if rated else None,
+        "peak_rated_source": rated.source if rated else None,
         "peak_tflops_measured": measured.tflops,
         "peak_measured_source": measured.source,
         "versions": {"python": sys.version.split()[0], "hfgpt": __version__} | {part: version(part) for part in stack},

@@ -68,10 +68,15 @@ def mfu(tokens_per_second: float, flops_per_token: float, peak_tflops: float, de
 
 def device_peak(device: torch.device, precision: str) -> Peak:
     """The device's dense rate in `precision` ("bf16", "fp16", "no"): rated if in the table, else measured."""
-    name, multiprocessors = device_name(device), None
+    return rated_device_peak(device, precision) or measure_matmul_tflops(device, precision)
+
+
+def rated_device_peak(device: torch.device, precision: str) -> Peak | None:
+    """`rated_peak` of this device."""
+    multiprocessors = None
     if device.type == "cuda":
         multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-    return rated_peak(name, precision, multiprocessors) or measure_matmul_tflops(device, precision)
+    return rated_peak(device_name(device), precision, multiprocessors)
 
 
 def rated_peak(name: str, precision: str, multiprocessors: int | None = None) -> Peak | None:

@@ -20,7 +20,7 @@ import torch
 from transformers import TrainerCallback
 from transformers.trainer_callback import TrainerControl, TrainerState
 
-from hfgpt import checkpoint
+from hfgpt import checkpoint, model_state
 from hfgpt.callbacks import CallbackArguments, MFUCallback, PerplexityCallback, callback_handler
 from hfgpt.config import AUTO, Batch, PretrainConfig
 from hfgpt.data import TextData, prepare_again, prepare_data, told_counts
@@ -373,12 +373,12 @@ class Pretrainer(TrainingStep):
             return
         self.note_saved(wait=True)
         step = self.saved_step = self.state.global_step
-        tensors = checkpoint.snapshot(self.raw_model, self.raw_optimizer)
+        tensors = model_state.snapshot(self.raw_model, self.raw_optimizer)
         if self.accelerator.is_main_process:
             trainer, fingerprint = self._trainer_state(), self.data.train.fingerprint
             data = {"fingerprint": fingerprint, "position": self.position}
             card = model_card(self.facts, fingerprint, trainer)
-            files = partial(checkpoint.write_files, self.raw_model, self.data.tokenizer, tensors, trainer, data, card)
+            files = partial(model_state.write_files, self.raw_model, self.data.tokenizer, tensors, trainer, data, card)
             self.saver.start(step, files, rotate=self.guard.skipped_in_a_row == 0)
         self.mfu_callback.on_save(self.args, self.state, self.control)  # the copy is outside the clock
 
@@ -426,7 +426,7 @@ class Pretrainer(TrainingStep):
         )
         if (then := trainer["config"].get("optim")) != self.config.optim:
             raise UserError(f"optim={self.config.optim}: {folder} was saved with optim={then}; restore that")
-        checkpoint.load_model_and_optimizer(folder, self.raw_model, self.raw_optimizer, self.host)
+        model_state.load_model_and_optimizer(folder, self.raw_model, self.raw_optimizer, self.host)
         if self.accelerator.scaler is not None and trainer["gradient_scaler"]:
             self.accelerator.scaler.load_state_dict(trainer["gradient_scaler"])
         self.state.global_step = trainer["step"]

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 from transformers import GPT2Config, PreTrainedTokenizerFast
 
-from hfgpt.checkpoint import FUNCTION
 from hfgpt.config import AUTO, PretrainConfig
 from hfgpt.configuration_hfgpt import fields_of, model_fields
 from hfgpt.data.remote import model_files, pinned_name
 from hfgpt.data.tokenization import has_tokenizer, load_tokenizer
 from hfgpt.distributed import HostGroup
 from hfgpt.errors import UserError
+from hfgpt.model_state import FUNCTION
 from hfgpt.modeling_hfgpt import GPT2LMHeadModel
 from hfgpt.nanogpt import read_nanogpt
 from hfgpt.training_state import read_state
