@@ -8,6 +8,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -113,6 +114,65 @@ def generate(
         if number:
             print("---")
         print(f"{prompt}{text}", flush=True)
+
+
+@app.command()
+def evaluate(
+    checkpoint: Annotated[str, typer.Argument(help="Folder or Hub id: ours, or any causal language model's.")],
+    dataset: Annotated[
+        str | None, typer.Option("--dataset", help="File, folder, glob, Hub id, or embedded; of a task: file or Hub id.")
+    ] = None,
+    task: Annotated[Literal["hellaswag"] | None, typer.Option("--task", help="Instead of a text: hellaswag.")] = None,
+    dataset_name: Annotated[str | None, typer.Option("--dataset_name", help="Configuration of a Hub set.")] = None,
+    dataset_split: Annotated[str, typer.Option("--dataset_split", help="Split of a Hub set.")] = "train",
+    dataset_revision: Annotated[str | None, typer.Option("--dataset_revision", help="Commit, tag, branch.")] = None,
+    text_column: Annotated[str, typer.Option("--text_column", help="Column that holds the text.")] = "text",
+    sequence_length: Annotated[
+        int | None, typer.Option("--sequence_length", min=1, help="Of a window; default: as trained, or the model's.")
+    ] = None,
+    stride: Annotated[
+        int | None, typer.Option("--stride", min=1, help="Sliding windows: tokens from one to the next.")
+    ] = None,
+    by_document: Annotated[
+        bool | None, typer.Option("--by_document/--packed", help="Each on its own, or one after another.")
+    ] = None,
+    eval_tokens: Annotated[int | None, typer.Option("--eval_tokens", min=1, help="Score so many only.")] = None,
+    limit: Annotated[int | None, typer.Option("--limit", min=1, help="Of a task: the first so many examples.")] = None,
+    per_device_eval_batch_size: Annotated[
+        int, typer.Option("--per_device_eval_batch_size", min=1, help="Sequences per forward pass; changes nothing.")
+    ] = 8,
+    mixed_precision: Annotated[Literal["auto", "bf16", "fp16", "no"], typer.Option("--mixed_precision")] = "no",
+    torch_compile: Annotated[bool, typer.Option("--torch_compile/--eager", help="Changes nothing but time.")] = False,
+    record: Annotated[bool, typer.Option("--record", help="Keep it in the run folder; the card tells it.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Loss, perplexity and bits per byte of a text, each token scored once; or a task: hellaswag.
+
+    Several processes share the work under accelerate launch --module hfgpt.cli evaluate ...
+
+    Example: hfgpt evaluate out/run/checkpoint-latest --dataset "texts/*.txt"
+    """
+    _quiet_transformers()
+    from hfgpt import scoring
+
+    if task is None and dataset is None:
+        raise UserError("dataset: no text is named; give a file, folder, glob, Hub id or embedded, or --task hellaswag")
+    if task is None:
+        source = {"dataset": dataset, "name": dataset_name, "split": dataset_split, "revision": dataset_revision}
+        source["text_column"] = text_column
+        options: dict[str, Any] = {"sequence_length": sequence_length, "stride": stride, "by_document": by_document}
+        options |= {"eval_tokens": eval_tokens, "torch_compile": torch_compile, "source": source}
+    else:
+        options = {"source": dataset, "limit": limit}
+    measure = partial(
+        scoring.score_text if task is None else scoring.score_hellaswag,
+        batch_size=per_device_eval_batch_size,
+        **options,
+    )
+    facts = scoring.evaluate_checkpoint(checkpoint, measure, mixed_precision)
+    if os.environ.get("RANK", "0") != "0":
+        return
+    print(json.dumps(facts, indent=2) if as_json else "\n".join(_lines(facts)))
 
 
 @app.command("import")
@@ -234,8 +294,7 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON 
         print(json.dumps(facts, indent=2))
         return
     facts["versions"] = ", ".join(f"{part} {number}" for part, number in facts["versions"].items())
-    for key, value in facts.items():
-        print(f"{key.replace('_', ' '):22} {'unknown' if value is None else value}")
+    print("\n".join(_lines(facts)))
 
 
 @app.command()
@@ -324,11 +383,14 @@ def _tell(facts: dict[str, Any], what: str, as_json: bool) -> None:
     if as_json:
         print(json.dumps(facts, indent=2))
     else:
-        for key, value in facts.items():
-            shown = "not checked" if value is None else "none" if value in ([], {}) else value
-            print(f"{key.replace('_', ' '):22} {shown}")
+        print("\n".join(_lines(facts, "not checked")))
     if facts["problems"]:
         raise RunError(f"{what}: {'; '.join(facts['problems'])}")
+
+
+def _lines(facts: dict[str, Any], unknown: str = "unknown") -> list[str]:
+    shown = {k: unknown if v is None else "none" if v in ([], {}) else v for k, v in facts.items()}
+    return [f"{key.replace('_', ' '):22} {value}" for key, value in shown.items()]
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from hfgpt.config import PretrainConfig
 from hfgpt.data import prepare_again
 from hfgpt.data.tokenization import has_tokenizer
 from hfgpt.errors import UserError
-from hfgpt.evaluation import scored_blocks
+from hfgpt.evaluation import scored_blocks, windows
 from hfgpt.training_state import STATE, read_state
 
 # How far the loss may be from the one recorded: training may have evaluated in 16 bits, here it is float32.
@@ -150,7 +150,9 @@ def _evaluation(folder: Path) -> tuple[float, float, tuple[np.ndarray, np.ndarra
         if text.train.fingerprint.get(key) != data["fingerprint"].get(key):
             raise UserError(f"the text is no longer that of the run: {key} differs")
     tolerance = TOLERANCE_FLOAT32 if config.mixed_precision == "no" else TOLERANCE_16_BITS
-    return trainer["evaluation"]["eval_loss"], tolerance, scored_blocks(text.validation, config.sequence_length)
+    parts = windows([len(text.validation)], config.sequence_length)
+    blocks = scored_blocks(text.validation, parts, config.sequence_length)
+    return trainer["evaluation"]["eval_loss"], tolerance, blocks
 
 
 def _surprises(found: dict[str, Any]) -> list[str]:

@@ -68,13 +68,13 @@ def prepare_data(
     if config.tokenizer == "char" and tokenizer is None and source.size_bytes > CHARACTER_SCAN_BYTES:
         raise UserError("tokenizer=char: has to see all of the text, which is too large for that; use bpe-4096")
     skipped, eval_skipped = +Counter(bad_file=source.skipped_files), Counter[str]()
-    documents = list(_documents(source, source.units, skipped)) if in_memory else []
+    documents = list(documents_of(source, source.units, skipped)) if in_memory else []
     if in_memory and not documents:
         raise UserError(f"dataset={config.dataset}: holds no usable document (passed over: {dict(skipped)})")
     units, kept = source.units, documents
     if config.eval_dataset is not None:
         eval_source = _open_eval(config.eval_dataset, source, config)
-        validation = list(islice(_documents(eval_source, eval_source.units, eval_skipped), enough))
+        validation = list(islice(documents_of(eval_source, eval_source.units, eval_skipped), enough))
         which = eval_source.fingerprint.get("hash", config.eval_dataset)
         rule, origin = f"eval_dataset {which}", eval_source.description
     elif in_memory:
@@ -91,10 +91,10 @@ def prepare_data(
     skipped += Counter(in_validation=copies, **{f"eval_{reason}": count for reason, count in eval_skipped.items()})
 
     if config.tokenizer == "char":  # knows the held-out part, too; of an `eval_dataset` nothing
-        texts = documents if in_memory else _documents(source, source.units, Counter())
+        texts = documents if in_memory else documents_of(source, source.units, Counter())
     else:  # learns from training text alone, whose units are shuffled so that the first are a fair sample
         shuffled = [units[i] for i in permutation(len(units), seed)]
-        texts = kept if in_memory else _documents(training, shuffled, Counter())
+        texts = kept if in_memory else documents_of(training, shuffled, Counter())
     if tokenizer is None:
         n_positions = model_fields(config.model).get("n_positions", 1024)
         tokenizer = load_tokenizer(_tokenizer_name(config), lambda: texts, n_positions)
@@ -199,7 +199,8 @@ def _options(config: PretrainConfig) -> dict[str, Any]:
     }
 
 
-def _documents(source: Source, units: list[Unit], skipped: Counter[str]) -> Iterator[str]:
+def documents_of(source: Source, units: list[Unit], skipped: Counter[str]) -> Iterator[str]:
+    """The documents of these units; rows without a usable one are counted in `skipped`, by reason."""
     for row in chain.from_iterable(map(source.read, units)):
         if isinstance(row, Unusable):
             skipped[row.reason] += 1

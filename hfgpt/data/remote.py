@@ -180,10 +180,10 @@ def hub_files(
     return list(splits[split]), commit
 
 
-def model_files(name: str) -> Path:
+def model_files(name: str, setting: str = "init_from=") -> Path:
     """A model that is there, or after it was fetched to the Hub's cache: `name` is a path, or ID or ID@REVISION.
 
-    Raises UserError for what is neither.
+    Raises UserError, which begins with `setting` and the name, for what is neither.
     """
     from huggingface_hub import snapshot_download
 
@@ -197,7 +197,7 @@ def model_files(name: str) -> Path:
             return Path(snapshot_download(repository, revision=revision or None, allow_patterns=[*wanted, *weights]))
     except Exception as error:  # not found, not allowed, not reachable: each of its own type
         reason = first_line(error).rstrip(".")
-        raise UserError(f"init_from={name}: no such file or folder, and not usable from the Hub: {reason}") from error
+        raise UserError(f"{setting}{name}: no such file or folder, and not usable from the Hub: {reason}") from error
 
 
 def pinned_name(name: str, files: Path) -> str:
