@@ -92,35 +92,56 @@ def _options(version: Annotated[bool, typer.Option("--version", help="Print the 
 @app.command()
 def generate(
     checkpoint: Annotated[Path, typer.Argument(help="Checkpoint folder: ours, or any GPT-2 model's.")],
-    prompt: Annotated[str, typer.Option("--prompt", help="Text to go on from.")] = "",
-    num_samples: Annotated[int, typer.Option("--num_samples", help="Texts to write.")] = 1,
+    prompt: Annotated[
+        list[str] | None, typer.Option("--prompt", help="Text to go on from; repeat it for several; -: standard input.")
+    ] = None,
+    prompt_file: Annotated[
+        Path | None, typer.Option("--prompt_file", help="A prompt per line; of a .jsonl: the field prompt.")
+    ] = None,
+    num_samples: Annotated[int, typer.Option("--num_samples", help="Texts to write for each prompt.")] = 1,
     max_new_tokens: Annotated[int, typer.Option("--max_new_tokens", help="Tokens per text, at most.")] = 200,
     temperature: Annotated[float, typer.Option("--temperature", help="0: the likeliest token.")] = 1.0,
     top_k: Annotated[int | None, typer.Option("--top_k", help="Draw from the k likeliest.")] = None,
     top_p: Annotated[float | None, typer.Option("--top_p", help="Draw from this much probability.")] = None,
     seed: Annotated[int | None, typer.Option("--seed", help="Same seed, same texts.")] = None,
+    batch_size: Annotated[int, typer.Option("--batch_size", help="Texts that are written at a time.")] = 8,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per text.")] = False,
 ) -> None:
-    """Write text with a trained model.
+    """Write text with a trained model; a single text appears as it is written.
 
     Example: hfgpt generate out/run/checkpoint-latest --prompt "To be"
     """
     from hfgpt import generation
 
     _quiet_transformers()
+    prompts = [sys.stdin.read().removesuffix("\n") if text == "-" else text for text in prompt or []]
+    if prompt_file:
+        prompts += generation.read_prompts(prompt_file)
+    prompts = prompts or [""]
     model, tokenizer = generation.load_checkpoint(checkpoint)
     options: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
-    options |= {"max_new_tokens": max_new_tokens, "num_samples": num_samples}
-    for number, text in enumerate(generation.generate(model, tokenizer, prompt, **options)):
-        if number:
-            print("---")
-        print(f"{prompt}{text}", flush=True)
+    options |= {"max_new_tokens": max_new_tokens, "num_samples": num_samples, "batch_size": batch_size}
+    is_streamed = len(prompts) * num_samples == 1 and not as_json
+    if is_streamed:
+        options["stream"] = lambda _, piece: print(piece, end="", flush=True)
+    texts = generation.generate(model, tokenizer, prompts, **options)
+    if is_streamed:
+        print(prompts[0], end="", flush=True)
+    for number, text in enumerate(texts):
+        given = prompts[number // num_samples]
+        if as_json:
+            print(json.dumps({"prompt": given, "text": text}, ensure_ascii=False), flush=True)
+        elif is_streamed:
+            print()
+        else:
+            print("---\n" * (number > 0) + given + text, flush=True)
 
 
 @app.command()
 def evaluate(
     checkpoint: Annotated[str, typer.Argument(help="Folder or Hub id: ours, or any causal language model's.")],
     dataset: Annotated[
-        str | None, typer.Option("--dataset", help="File, folder, glob, Hub id, or embedded; of a task: file or Hub id.")
+        str | None, typer.Option("--dataset", help="File, folder, glob, Hub id or embedded; of a task: file, Hub id.")
     ] = None,
     task: Annotated[Literal["hellaswag"] | None, typer.Option("--task", help="Instead of a text: hellaswag.")] = None,
     dataset_name: Annotated[str | None, typer.Option("--dataset_name", help="Configuration of a Hub set.")] = None,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from transformers import AutoTokenizer, DynamicCache, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from hfgpt.data.tokenization import has_tokenizer, unknown_characters
-from hfgpt.device import default_device
+from hfgpt.device import default_device, step_seed
 from hfgpt.errors import UserError
 from hfgpt.modeling_hfgpt import CACHE_NAME, GPT2LMHeadModel
 from hfgpt.weights import load_model, read_config
@@ -19,6 +20,7 @@ from hfgpt.weights import load_model, read_config
 logger = logging.getLogger(__name__)
 
 Pick = Callable[[torch.Tensor], int]  # the next id, from logits [V]
+HALF_CHARACTER = "\ufffd"  # what the first bytes of a character are decoded as
 
 
 def load_checkpoint(folder: str | Path, device: torch.device | None = None) -> tuple[GPT2LMHeadModel, Any]:
@@ -48,7 +50,7 @@ def load_checkpoint(folder: str | Path, device: torch.device | None = None) -> t
 def generate(
     model: Any,
     tokenizer: Any,
-    prompt: str,
+    prompts: str | Sequence[str],
     *,
     max_new_tokens: int = 200,
     temperature: float = 1.0,
@@ -56,13 +58,18 @@ def generate(
     top_p: float | None = None,
     seed: int | None = None,
     num_samples: int = 1,
+    batch_size: int = 8,
+    stream: Callable[[int, str], None] | None = None,
 ) -> Iterator[str]:
-    """Yields `num_samples` continuations of `prompt`, without the prompt and the end-of-text token.
+    """Yields `num_samples` continuations of each prompt, prompt after prompt, without the prompt and the separator.
 
-    A sample ends at end-of-text or after `max_new_tokens`. An empty prompt starts from end-of-text, or from a
-    newline where the tokenizer has none. Beyond the model's positions each token is the model's answer to the
-    last `n_positions` ids. `temperature` 0 takes the likeliest token each time. The same `seed` gives the same
+    A sample ends at the separator (end-of-text), or after `max_new_tokens`. An empty prompt starts from the separator,
+    or from a newline where the tokenizer has none. Beyond the model's positions each token is the model's answer to
+    the last `n_positions` ids. `temperature` 0 takes the likeliest token each time. The same `seed` gives the same
     texts on one machine. Ids without a token (padded rows of the model) are never taken.
+
+    `batch_size` samples are written at a time, padded at the left, each with random numbers of its own: others beside
+    it change nothing but rounding. `stream(sample, piece)` is told each piece of text when it is there.
 
     Any causal language model of transformers serves. Raises UserError, at once, for values that cannot be and
     for characters that a character tokenizer lacks.
@@ -70,6 +77,7 @@ def generate(
     wrong = {
         f"max_new_tokens {max_new_tokens}: at least 1": max_new_tokens < 1,
         f"num_samples {num_samples}: at least 1": num_samples < 1,
+        f"batch_size {batch_size}: at least 1": batch_size < 1,
         f"temperature {temperature}: 0 (greedy) or above": not 0 <= temperature < float("inf"),
         f"top_k {top_k}: at least 1, or left out": top_k is not None and top_k < 1,
         f"top_p {top_p}: above 0, up to 1, or left out": top_p is not None and not 0 < top_p <= 1,
@@ -77,13 +85,15 @@ def generate(
     }
     if any(wrong.values()):
         raise UserError(*(problem for problem, is_so in wrong.items() if is_so))
-    ids, limit = _prompt_ids(tokenizer, prompt), model.config.max_position_embeddings
-    if len(ids) > limit:
-        logger.warning("the prompt has %d tokens, the model sees the last %d", len(ids), limit)
-        ids = ids[-limit:]
-    pick = _picker(len(tokenizer), temperature, top_k, top_p, seed)
-    samples = (_continue(model, ids, max_new_tokens, limit, tokenizer.eos_token_id, pick) for _ in range(num_samples))
-    return (tokenizer.decode(sample, clean_up_tokenization_spaces=False) for sample in samples)
+    limit, prompts = model.config.max_position_embeddings, [prompts] if isinstance(prompts, str) else prompts
+    rows = []
+    for prompt in prompts:
+        ids = _prompt_ids(tokenizer, prompt)
+        if len(ids) > limit:
+            logger.warning("the prompt has %d tokens, the model sees the last %d", len(ids), limit)
+        rows += [ids[-limit:]] * num_samples
+    picks = [_picker(len(tokenizer), temperature, top_k, top_p, seed, number) for number in range(len(rows))]
+    return _written(model, tokenizer, rows, picks, max_new_tokens, limit, batch_size, stream)
 
 
 def _prompt_ids(tokenizer: Any, prompt: str) -> list[int]:
@@ -99,13 +109,15 @@ def _prompt_ids(tokenizer: Any, prompt: str) -> list[int]:
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-def _picker(entries: int, temperature: float, top_k: int | None, top_p: float | None, seed: int | None) -> Pick:
-    """Takes ids below `entries` only."""
+def _picker(
+    entries: int, temperature: float, top_k: int | None, top_p: float | None, seed: int | None, number: int
+) -> Pick:
+    """Takes ids below `entries` only; each sample `number` has random numbers of its own."""
     if temperature == 0:
         return lambda logits_V: int(logits_V[:entries].argmax())
-    # One generator on the CPU: the draws do not depend on the device, nor on torch's global random state.
+    # A generator on the CPU: the draws do not depend on the device, nor on torch's global random state.
     generator = torch.Generator()
-    generator.manual_seed(generator.seed() if seed is None else seed)
+    generator.manual_seed(generator.seed() if seed is None else step_seed(seed, 0, number))
     warpers: list[Any] = [TemperatureLogitsWarper(float(temperature))]
     if top_k is not None:
         warpers.append(TopKLogitsWarper(top_k))
@@ -122,28 +134,107 @@ def _picker(entries: int, temperature: float, top_k: int | None, top_p: float | 
     return pick
 
 
+def _written(
+    model: Any,
+    tokenizer: Any,
+    rows: list[list[int]],
+    picks: list[Pick],
+    max_new_tokens: int,
+    limit: int,
+    batch_size: int,
+    stream: Callable[[int, str], None] | None,
+) -> Iterator[str]:
+    """The text that follows each row of ids, `batch_size` rows at a time."""
+    for first in range(0, len(rows), batch_size):
+        batch = slice(first, first + batch_size)
+        new: list[list[int]] = [[] for _ in rows[batch]]
+        told = [""] * len(new)
+        for row, token in continued(model, rows[batch], picks[batch], max_new_tokens, limit, tokenizer.eos_token_id):
+            new[row].append(token)
+            if stream is None:
+                continue
+            text = tokenizer.decode(new[row], clean_up_tokenization_spaces=False)
+            if not text.endswith(HALF_CHARACTER):
+                stream(first + row, text[len(told[row]) :])
+                told[row] = text
+        for row, ids in enumerate(new):
+            text = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+            if stream is not None and text != told[row]:
+                stream(first + row, text[len(told[row]) :])
+            yield text
+
+
 @torch.no_grad()
-def _continue(
-    model: Any, prompt_ids: list[int], max_new_tokens: int, limit: int, eos: int | None, pick: Pick
-) -> list[int]:
+def continued(
+    model: Any, prompts: list[list[int]], picks: list[Pick], max_new_tokens: int, limit: int, eos: int | None
+) -> Iterator[tuple[int, int]]:
+    """Yields (row, next id) for rows of ids of any lengths, until each has met `eos` or `max_new_tokens`.
+
+    Up to `limit` ids a row goes by a KV cache, beyond by its last `limit` ids.
+    """
+    rows, running = [list(ids) for ids in prompts], list(range(len(prompts)))
     cache, cached = DynamicCache(config=model.config), 0
-    ids = list(prompt_ids)
     was_training = model.training
     model.eval()
     try:
         # A compiled model would be compiled again for each length.
         with torch.compiler.set_stance("force_eager"):
-            while len(ids) < len(prompt_ids) + max_new_tokens:
-                if len(ids) <= limit:
-                    part, options = ids[cached:], {CACHE_NAME: cache, "use_cache": True}
-                    cached = len(ids)
+            for _ in range(max_new_tokens):
+                if (longest := max(map(len, rows))) <= limit:  # ended rows go along, as the cache has them
+                    at, part, options = rows, slice(cached, None), {CACHE_NAME: cache, "use_cache": True}
+                    place, cached = {row: row for row in running}, longest
                 else:
-                    part, options = ids[-limit:], {"use_cache": False}
-                logits_BTV = model(torch.tensor([part], device=model.device), **options).logits
-                token = pick(logits_BTV[0, -1])
-                if token == eos:
+                    at, part, options = [rows[row][-limit:] for row in running], slice(0, None), {"use_cache": False}
+                    place = {row: number for number, row in enumerate(running)}
+                ids_BT, padding = _padded(at, part, model.device)
+                logits_B1V = model(ids_BT, logits_to_keep=1, **options, **padding).logits
+                tokens = {row: picks[row](logits_B1V[place[row], -1]) for row in running}
+                for row, ids in enumerate(rows):
+                    ids.append(tokens.get(row, ids[-1]))
+                running = [row for row in running if tokens[row] != eos]
+                yield from ((row, tokens[row]) for row in running)
+                if not running:
                     break
-                ids.append(token)
     finally:
         model.train(was_training)
-    return ids[len(prompt_ids) :]
+
+
+def _padded(rows: list[list[int]], part: slice, device: torch.device) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Rows of ids (B, T) in one length, padded at the left, and what a model must know of the padding, if there is any.
+
+    `part`: the columns that the model has not seen yet.
+    """
+    longest = max(map(len, rows))
+    pads = [longest - len(ids) for ids in rows]
+    ids_BT = torch.tensor([[0] * pad + ids for pad, ids in zip(pads, rows, strict=True)], device=device)
+    if not any(pads):
+        return ids_BT[:, part], {}
+    positions_BT = torch.arange(longest, device=device) - torch.tensor(pads, device=device)[:, None]
+    positions = {"position_ids": positions_BT.clamp(min=0)[:, part]}
+    return ids_BT[:, part], {"attention_mask": (positions_BT >= 0).long(), **positions}
+
+
+def read_prompts(path: Path) -> list[str]:
+    """One prompt for each line of a text file that is not empty, or row of a .jsonl file, whose field is `prompt`.
+
+    Raises UserError that names the line which is not one.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
+        raise UserError(f"prompt_file={path}: {reason}; give a text file of a prompt per line") from error
+    prompts = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        prompts.append(line)
+        if path.suffix == ".jsonl":
+            try:
+                prompts[-1] = json.loads(line)["prompt"]
+                assert isinstance(prompts[-1], str)
+            except (ValueError, KeyError, TypeError, AssertionError, RecursionError):
+                raise UserError(f'prompt_file={path}: line {number} is not {{"prompt": "text"}}') from None
+    if not prompts:
+        raise UserError(f"prompt_file={path}: holds no prompt; write one per line")
+    return prompts

@@ -102,7 +102,7 @@ def load_any(checkpoint: str, device: torch.device) -> tuple[Any, Any, Path]:
 def evaluate_checkpoint(
     checkpoint: str, measure: Callable[[Subject], dict[str, Any]], mixed_precision: str = "no"
 ) -> dict[str, Any]:
-    """What `measure` finds of a checkpoint on each of the processes that the launcher started, and facts about these."""
+    """What `measure` finds of a checkpoint on each of the processes that were launched, and facts about these."""
     take_sharding()  # each process holds the whole model here
     host = HostGroup(TIMEOUT_SECONDS)
     with host.contact():
@@ -138,9 +138,9 @@ def score_text(
     """`loss` (nats per token), `perplexity`, `bits_per_byte` of the text of `open_source(**source)`, and the counts.
 
     Windows as in `hfgpt.evaluation.windows`; documents are joined as in `read_text`. `sequence_length`, and whether
-    documents see each other: default as in training, where the folder says, else the model's positions, up to 1,024. Equal for any batch size, number of
-    processes and `torch_compile`, up to rounding. Rows of the vocabulary that stand for no token take part, as they do
-    elsewhere; `vocabulary` says so.
+    documents see each other: default as in training, where the folder says, else the model's positions, up to 1,024.
+    Equal for any batch size, number of processes and `torch_compile`, up to rounding. Rows of the vocabulary that stand
+    for no token take part, as they do elsewhere; `vocabulary` says so.
     """
     model, host, accelerator = subject.model, subject.host, subject.accelerator
     trained = _trained_with(subject.folder)

@@ -1,13 +1,16 @@
 """Sampling against stock `generate`, against no cache, and against the model on its last positions."""
 
+import io
+import json
 import string
 from collections import Counter
+from functools import partial
 
 import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from hfgpt import generation
+from hfgpt import cli, generation
 from hfgpt.data.tokenization import load_tokenizer, save_tokenizer
 from hfgpt.errors import UserError
 from hfgpt.generation import generate, load_checkpoint
@@ -60,7 +63,7 @@ def test_cached_logits_equal_those_of_a_full_pass(model):
             logits.append(logits_V)
             return int(logits_V.argmax())
 
-        return generation._continue(model, [5, 6, 7], 12, 16, None, pick), logits
+        return [i for _, i in generation.continued(model, [[5, 6, 7]], [pick], 12, 16, None)], logits
 
     new, logits = run()
     with torch.no_grad():
@@ -93,6 +96,70 @@ def test_an_empty_prompt_starts_from_a_separator(letters, bpe):
     model = tiny(vocab_size=len(bpe))
     from_separator = text_of(model, bpe, bpe.eos_token, temperature=0, max_new_tokens=5)
     assert text_of(model, bpe, "", temperature=0, max_new_tokens=5) == from_separator
+
+
+@pytest.mark.parametrize("max_new_tokens", [6, 30], ids=["within the context", "beyond it"])
+def test_prompts_beside_each_other_are_continued_as_alone(model, letters, max_new_tokens):
+    prompts = ["abc", "z", "hello there".replace(" ", ""), ""]
+    options = {"temperature": 0, "max_new_tokens": max_new_tokens}
+    alone = [text_of(model, letters, prompt, **options) for prompt in prompts]
+    for batch_size in (1, 3, 4):
+        assert list(generate(model, letters, prompts, batch_size=batch_size, **options)) == alone
+    drawn = {"seed": 3, "num_samples": 2, "max_new_tokens": max_new_tokens}
+    one_by_one = list(generate(model, letters, prompts, batch_size=1, **drawn))
+    assert list(generate(model, letters, prompts, batch_size=8, **drawn)) == one_by_one and len(set(one_by_one)) == 8
+
+
+def test_a_batch_equals_stock_generate_with_left_padding(bpe):
+    model = tiny(GPT2LMHeadModel, vocab_size=len(bpe), n_positions=64)
+    model.config.eos_token_id = model.generation_config.eos_token_id = bpe.eos_token_id
+    prompts = ["the cat", "a", "the dog sat on the log and"]
+    bpe.padding_side = "left"
+    stock = model.generate(
+        **bpe(prompts, return_tensors="pt", padding=True), do_sample=False, max_new_tokens=30, pad_token_id=0
+    )[:, -30:]
+    expected = [bpe.decode(row, skip_special_tokens=True, clean_up_tokenization_spaces=False) for row in stock]
+    assert list(generate(model, bpe, prompts, temperature=0, max_new_tokens=30)) == expected
+
+
+def test_a_row_that_ends_leaves_the_others_alone(bpe):
+    model = tiny(vocab_size=len(bpe))
+    ends = iter([5, bpe.eos_token_id])  # the first row takes a token and ends; its pick is not asked again
+    others = []
+
+    def third(logits_V):
+        others.append(int(logits_V.argmax()))
+        return others[-1]
+
+    picks = [lambda _: next(ends), third]
+    steps = list(generation.continued(model, [[3, 4], [7]], picks, 20, 16, bpe.eos_token_id))
+    assert [token for row, token in steps if row == 0] == [5]
+    alone = [token for _, token in generation.continued(model, [[7]], [third], 20, 16, None)]
+    assert [token for row, token in steps if row == 1] == alone[: len(steps) - 1]
+
+
+def test_text_is_told_as_it_is_written_in_whole_characters():
+    text = "caf\u00e9 \U0001f600\U0001f680 na\u00efve \u4f60\u597d\n" * 3
+    tokenizer = load_tokenizer("bpe-257", lambda: [text], 64)
+    ids = tokenizer(text)["input_ids"]
+    assert len(ids) == len(text.encode())  # each a byte
+
+    class Writer(torch.nn.Module):
+        config, device = tiny(vocab_size=len(tokenizer), n_positions=512).config, torch.device("cpu")
+
+        def forward(self, input_ids, **_):
+            logits = torch.zeros(1, 1, len(tokenizer))
+            logits[0, 0, next(left)] = 1.0
+            return type("Output", (), {"logits": logits})
+
+    left, pieces = iter(ids + [ids[12]] * 2), []  # at its end half a character
+    written = next(
+        generate(
+            Writer(), tokenizer, "", temperature=0, max_new_tokens=len(ids) + 2, stream=lambda *p: pieces.append(p)
+        )
+    )
+    assert written.startswith(text) and "".join(piece for _, piece in pieces) == written
+    assert all("\ufffd" not in piece for _, piece in pieces[:-1]) and len(pieces) > len(text) - 1
 
 
 def all_mass_on(model, row: int):
@@ -160,6 +227,8 @@ def test_wrong_values_are_refused_together_and_at_once(letters):
     with pytest.raises(UserError) as refused:
         generate(tiny(), letters, "a", max_new_tokens=0, num_samples=-1, temperature=-0.5, top_k=0, top_p=1.5)
     problems = refused.value.problems
+    with pytest.raises(UserError, match="batch_size 0"):
+        generate(tiny(), letters, "a", batch_size=0)
     assert [problem.split(":")[0] for problem in problems] == [
         "max_new_tokens 0", "num_samples -1", "temperature -0.5", "top_k 0", "top_p 1.5",
     ]  # fmt: skip
@@ -243,3 +312,42 @@ def test_a_tokenizer_larger_than_the_model_is_refused(checkpoint):
     tiny(vocab_size=20).save_pretrained(checkpoint)
     problem = refusal(checkpoint)
     assert "27 entries" in problem and "20 rows" in problem
+
+
+def run_generate(capsys, monkeypatch, checkpoint, *flags, stdin="") -> str:
+    monkeypatch.setattr("sys.argv", ["hfgpt", "generate", str(checkpoint), "--temperature", "0", *flags])
+    monkeypatch.setattr("sys.stdin", io.StringIO(stdin))
+    cli.main()
+    return capsys.readouterr().out
+
+
+def test_prompts_come_from_flags_files_and_standard_input(capsys, monkeypatch, checkpoint, tmp_path):
+    run = partial(run_generate, capsys, monkeypatch, checkpoint, "--max_new_tokens", "8")
+    texts = {prompt: prompt + text_of(tiny(), letters_of(checkpoint), prompt, temperature=0, max_new_tokens=8)
+             for prompt in ("abc", "hello", "a\nb")}  # fmt: skip
+    assert run("--prompt", "abc") == texts["abc"] + "\n"
+    assert run("--prompt", "-", stdin="a\nb\n") == texts["a\nb"] + "\n"
+    both = f"{texts['abc']}\n---\n{texts['hello']}\n"
+    assert run("--prompt", "abc", "--prompt", "hello") == both
+    lines, rows = tmp_path / "prompts.txt", tmp_path / "prompts.jsonl"
+    lines.write_text("abc\n\nhello")
+    assert run("--prompt_file", str(lines)) == both
+    rows.write_text('{"prompt": "abc"}\n{"prompt": "a\\nb"}\n')
+    told = [json.loads(line) for line in run("--prompt_file", str(rows), "--json").splitlines()]
+    assert [fact["prompt"] + fact["text"] for fact in told] == [texts["abc"], texts["a\nb"]]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "told"),
+    [("p.txt", b"\n \n", "no prompt"), ("p.jsonl", b'{"prompt": "a"}\n{"text": "b"}', "line 2"),
+     ("p.jsonl", b'{"prompt": 3}', "line 1"), ("p.txt", b"\xff\xfe\xe9", "UTF-8"), ("p.txt", None, "No such file")],
+)  # fmt: skip
+def test_a_file_that_holds_no_prompts_is_refused(tmp_path, name, content, told):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=told):
+        generation.read_prompts(tmp_path / name)
+
+
+def letters_of(folder):
+    return load_checkpoint(folder, torch.device("cpu"))[1]
