@@ -45,7 +45,7 @@ class SummedLoss(nn.Module):
     def forward(self, input_ids: Tensor, shift_labels: Tensor, **_: Any) -> SimpleNamespace:
         logits_BTV = self.model(input_ids=input_ids, use_cache=False).logits
         rows = zip(logits_BTV, shift_labels.long(), strict=True)  # one at a time, as the copies are large
-        losses = [F.cross_entropy(row.float(), labels, ignore_index=UNSCORED, reduction="sum") for row, labels in rows]
+        losses = [F.cross_entropy(row.float(), labels, ignore_index=UNSCORED, reduction="none") for row, labels in rows]
         return SimpleNamespace(loss=torch.stack(losses).sum())
 
 
