@@ -13,6 +13,7 @@ _HOMES = {
     "PerplexityCallback": "callbacks",
     "PretrainConfig": "config",
     "Pretrainer": "trainer",
+    "SampleCallback": "callbacks",
     "UserError": "errors",
     "model_config": "configuration_hfgpt",
     "run_recipe": "cli",

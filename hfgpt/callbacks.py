@@ -8,7 +8,8 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -16,9 +17,17 @@ from typing import Any
 
 import torch
 from accelerate.utils import extract_model_from_parallel
+from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 from transformers.integrations import get_reporting_integration_callbacks
-from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, ProgressCallback, TrainerState
+from transformers.trainer_callback import (
+    CallbackHandler,
+    DefaultFlowCallback,
+    EarlyStoppingCallback,
+    ExportableState,
+    ProgressCallback,
+    TrainerState,
+)
 
 from hfgpt.config import PretrainConfig
 from hfgpt.device import synchronize
@@ -33,6 +42,7 @@ SHOWN = {
     "eval_loss": "eval loss {:.4f}",
     "eval_perplexity": "perplexity {:.4g}",
     "eval_bits_per_byte": "{:.4f} bits per byte",
+    "train_eval_loss": "on training text {:.4f}",
     "learning_rate": "rate {:.3g}",
     "grad_norm": "norm {:.3g}",
     "tokens_per_second": "{:,.0f} tokens/s",
@@ -136,6 +146,13 @@ class MFUCallback(TrainerCallback):
 
     on_save = on_evaluate
 
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """What is done inside is outside the clock."""
+        self._lap(wait=True)
+        yield
+        self._mark = self.clock()
+
     def _open_window(self) -> None:
         self._window_seconds, self._window_steps, self._window_tokens = 0.0, 0, 0
 
@@ -167,6 +184,50 @@ class PerplexityCallback(TrainerCallback):
         for key in [key for key in metrics if key.startswith("eval_") and key.endswith("_loss")]:
             perplexity = math.inf if metrics[key] > 709 else math.exp(metrics[key])  # where exp overflows
             metrics.setdefault(key.removesuffix("loss") + "perplexity", perplexity)
+
+
+@dataclass(eq=False)
+class SampleCallback(TrainerCallback):
+    """Prints what the model writes, every `every` steps: one sample of `max_new_tokens` for each of `prompts`.
+
+    The same `seed` each time, so that samples differ by what was learned. `around`: a context to write in, such as
+    `MFUCallback.stopped`; the Pretrainer sets it. Where the processes share the parameters (FSDP2) all write, else the
+    main one alone.
+    """
+
+    every: int
+    prompts: Sequence[str] = ("",)
+    max_new_tokens: int = 100
+    temperature: float = 0.8
+    top_k: int | None = 200
+    top_p: float | None = None
+    seed: int = 1337
+    around: Callable[[], AbstractContextManager[None]] = nullcontext
+
+    def texts(self, model: Any, tokenizer: Any) -> Iterator[str]:
+        """What `hfgpt.generation.generate` yields; raises UserError at once for what cannot be."""
+        from hfgpt.generation import generate
+
+        draw: dict[str, Any] = {
+            "temperature": self.temperature,
+            "top_k": self.top_k,
+            "top_p": self.top_p,
+            "seed": self.seed,
+        }
+        return generate(model, tokenizer, self.prompts, max_new_tokens=self.max_new_tokens, **draw)
+
+    def on_init_end(self, args, state, control, model=None, processing_class=None, **kwargs) -> None:
+        self.texts(model, processing_class)  # what is wrong with it is told before the first step
+
+    def on_step_end(self, args, state, control, model=None, processing_class=None, **kwargs) -> None:
+        shared = isinstance(next(model.parameters()), DTensor)
+        if state.global_step % self.every or not (shared or state.is_world_process_zero):
+            return
+        with self.around():
+            texts = list(self.texts(model, processing_class))
+        if state.is_world_process_zero:
+            for prompt, text in zip(self.prompts, texts, strict=True):
+                print(f"sample at step {state.global_step}: {prompt}{text}", flush=True)
 
 
 def log_line(state: TrainerState, logs: dict[str, Any]) -> str:
@@ -218,6 +279,27 @@ class CallbackArguments:
 
     def to_json_string(self) -> str:
         return json.dumps(self.to_dict(), indent=2)
+
+
+def wanted_callbacks(config: PretrainConfig) -> list[TrainerCallback]:
+    """Those that settings ask for."""
+    wanted: list[TrainerCallback] = []
+    if config.sample_steps:
+        wanted.append(SampleCallback(config.sample_steps, [config.sample_prompt or ""]))
+    if config.early_stopping_patience:
+        wanted.append(EarlyStoppingCallback(config.early_stopping_patience))
+    return wanted
+
+
+def callback_states(callbacks: list[TrainerCallback]) -> dict[str, dict[str, Any]]:
+    """What callbacks have counted so far, by the name of their class."""
+    return {type(one).__name__: one.state()["attributes"] for one in callbacks if isinstance(one, ExportableState)}
+
+
+def restore_callbacks(callbacks: list[TrainerCallback], states: dict[str, dict[str, Any]]) -> None:
+    for callback in callbacks:
+        if isinstance(callback, ExportableState):
+            vars(callback).update(states.get(type(callback).__name__, {}))
 
 
 def callback_handler(

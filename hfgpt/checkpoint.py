@@ -18,7 +18,7 @@ from typing import Any
 import xxhash
 
 from hfgpt.errors import RunError, UserError
-from hfgpt.run_folder import LATEST, RunFolder, remove, write_json
+from hfgpt.run_folder import BEST, LATEST, RunFolder, remove, write_json
 from hfgpt.training_state import STATE, read_state
 
 logger = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ REQUIRED = (
 
 
 def write_checkpoint(run: RunFolder, step: int, write: Callable[[Path], None], keep: int | None) -> Path:
-    """Let `write` fill a folder, then make it `checkpoint-<step>`, newest of the run; keep `keep` of the run's.
+    """Let `write` fill a folder, then make it `checkpoint-<step>`, newest of the run; keep `keep` (None: all).
 
     Of these one is the best by evaluation loss, if there is room for it beside the newest. Raises OSError, and leaves
     what was there as it was, where the folder cannot be written.
@@ -49,7 +49,7 @@ def write_checkpoint(run: RunFolder, step: int, write: Callable[[Path], None], k
     if final.exists():  # a broken folder of this step: a whole one would have been resumed
         _remove(final)
     os.rename(aside, final)
-    if point_latest_at(run, final) and keep:
+    if point(run, LATEST, final):
         rotate(run, final, keep)
     return final
 
@@ -93,18 +93,18 @@ def _written_aside(final: Path, write: Callable[[Path], None]) -> Path:
     return aside
 
 
-def point_latest_at(run: RunFolder, folder: Path) -> bool:
-    """Make one of the run's checkpoints its `checkpoint-latest`; whether that could be done."""
-    link, latest = run.path / f".{LATEST}.tmp", run.path / LATEST
+def point(run: RunFolder, name: str, folder: Path) -> bool:
+    """Make `name` stand for one of the run's checkpoints; whether that could be done."""
+    link, place = run.path / f".{name}.tmp", run.path / name
     try:
         link.unlink(missing_ok=True)
         link.symlink_to(folder.name)
-        if latest.is_dir() and not latest.is_symlink():  # made by a copy that follows links
-            run.abandon(latest)
-        os.replace(link, latest)
+        if place.is_dir() and not place.is_symlink():  # made by a copy that follows links
+            run.abandon(place)
+        os.replace(link, place)
         _sync(run.path)
     except OSError as error:  # not every file system has links
-        logger.warning("%s could not be made to point at %s: %s", latest, folder.name, error)
+        logger.warning("%s could not be made to point at %s: %s", place, folder.name, error)
         return False
     return True
 
@@ -117,14 +117,17 @@ def go_on_from(run: RunFolder, resumed: Path | None, step: int, keep: int | None
     own = [folder for folder in run.checkpoints() if resumed and folder.samefile(resumed)]
     if resumed and not own:
         run.take_records(resumed.resolve().parent)
-    linked = all([point_latest_at(run, folder) for folder in own])  # first, as later checkpoints lose their names
+    linked = all([point(run, LATEST, folder) for folder in own])  # first, as later checkpoints lose their names
     run.rewind(step if resumed else -1)
-    for folder in own if linked and keep else []:
-        rotate(run, folder, keep or 1)
+    for folder in own if linked else []:
+        rotate(run, folder, keep)
 
 
-def rotate(run: RunFolder, newest: Path, keep: int) -> None:
-    """Remove the oldest checkpoints of the run that wrote `newest`, but never the best one if `keep` is 2 or more."""
+def rotate(run: RunFolder, newest: Path, keep: int | None) -> None:
+    """Keep `keep` (None: all) checkpoints of the run that wrote `newest`: that one, the best one, the newest others.
+
+    What is left of them is known as best from then on, if any was evaluated.
+    """
     run_id = read_state(newest, "trainer_state")["run_id"]
     losses = {}
     for folder in run.checkpoints():
@@ -137,7 +140,10 @@ def rotate(run: RunFolder, newest: Path, keep: int) -> None:
             losses[folder] = state["evaluation"]["eval_loss"] if evaluated else math.inf
     best = min(losses, key=lambda folder: losses[folder])
     ranked = sorted(losses, key=lambda folder: (folder != newest, folder != best))  # stable: the others newest first
-    for old in ranked[keep:]:
+    best = min(ranked[:keep], key=lambda folder: losses[folder])
+    if losses[best] < math.inf:
+        point(run, BEST, best)
+    for old in ranked[keep:] if keep else []:
         _remove(old)
 
 

@@ -136,8 +136,13 @@ class PretrainConfig:
     logging_steps: int = _f(10, "steps between training records", POSITIVE)
     eval_steps: int = _f(250, "steps between evaluations, also after the last step; 0: never", NOT_NEGATIVE)
     eval_tokens: int | None = _f(None, "target tokens of an evaluation; default: all held-out text", POSITIVE)
+    eval_train: bool = _f(False, "evaluate on as much training text, too: train_eval_loss")
+    early_stopping_patience: int | None = _f(None, "evaluations without a better loss that end the run", POSITIVE)
+    sample_steps: int = _f(0, "steps between samples of text, printed; 0: never", NOT_NEGATIVE)
+    sample_prompt: str | None = _f(None, "text that the samples go on from; default: they begin a document")
     save_steps: int = _f(1000, "steps between checkpoints, also after the last step; 0: only then", NOT_NEGATIVE)
-    save_total_limit: int | None = _f(None, "checkpoints kept", POSITIVE)
+    save_best: bool = _f(False, "save after each evaluation that is the best so far, too")
+    save_total_limit: int | None = _f(None, "checkpoints kept; of 2 or more one is the best", POSITIVE)
     max_failed_saves: int = _f(3, "checkpoints in a row that may fail, on a full disk say", POSITIVE)
     resume_from_checkpoint: str = _f("never", "checkpoint folder, latest (if there is one), or never")
     accept_changed_text: bool = _f(False, "resume although text, tokenizer, seed or step size are not as they were")
@@ -325,6 +330,9 @@ class PretrainConfig:
                 f"tokenizer={self.tokenizer}: would be trained anew, and its ids mean something else to init_from="
                 f"{self.init_from}; leave it out, or name a folder"
             )
+        if not self.eval_steps:
+            wanted = [key for key in ("eval_train", "early_stopping_patience", "save_best") if getattr(self, key)]
+            problems += [f"{key}: nothing is evaluated with eval_steps=0; state eval_steps" for key in wanted]
         if self.lr_scheduler_type == "constant" and self.warmup_steps:
             problems.append(f"warmup_steps={self.warmup_steps}: a constant rate has none; use constant_with_warmup")
         try:

@@ -24,7 +24,7 @@ except ImportError:  # Windows
 logger = logging.getLogger(__name__)
 
 CHECKPOINT = re.compile(r"^checkpoint-(\d{1,18})$")
-LATEST = "checkpoint-latest"
+LATEST, BEST = "checkpoint-latest", "checkpoint-best"
 LOCK = ".lock"
 
 

@@ -21,7 +21,16 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import TrainerControl, TrainerState
 
 from hfgpt import checkpoint, model_state
-from hfgpt.callbacks import CallbackArguments, MFUCallback, PerplexityCallback, callback_handler
+from hfgpt.callbacks import (
+    CallbackArguments,
+    MFUCallback,
+    PerplexityCallback,
+    SampleCallback,
+    callback_handler,
+    callback_states,
+    restore_callbacks,
+    wanted_callbacks,
+)
 from hfgpt.config import AUTO, Batch, PretrainConfig
 from hfgpt.data import TextData, prepare_again, prepare_data, told_counts
 from hfgpt.data.position import resumed_position
@@ -81,6 +90,8 @@ class Pretrainer(TrainingStep):
             batch = None
             self.control = self.handler.on_step_begin(self.args, self.state, self.control)
             self.after_step(whole, self.take_step(mine.blocks, self.state.global_step + 1))
+        if self.state.global_step < self.max_steps and self.accelerator.is_main_process:
+            print(f"ended at step {self.state.global_step} of {self.max_steps}, as a callback asked for it", flush=True)
         missing = self.config.eval_steps and self.evaluation_step != self.max_steps == self.state.global_step
         if missing and self.evaluate() is None:  # a signal broke it off before, and the checkpoint says so
             self.stop(next(filter(None, self.host.gather(self.signals.fault()))))
@@ -236,6 +247,7 @@ class Pretrainer(TrainingStep):
         position, wall_seconds = None, 0.0
         self.evaluation: dict[str, Any] = {}  # the newest, of step `evaluation_step`
         self.evaluation_step = 0
+        self.callback_states: dict[str, dict[str, Any]] = {}  # of a run that goes on
         self.skipped_rows: Counter[str] = Counter(self.data.skipped)
         self.run_id = uuid.uuid4().hex
         if self.resumed_from:
@@ -274,9 +286,13 @@ class Pretrainer(TrainingStep):
         )
         self.mfu_callback.total_seconds = wall_seconds
         self.args = CallbackArguments(config, accelerator.num_processes)
-        self.handler = callback_handler(
-            self.args, [self.mfu_callback, PerplexityCallback(), *self.callbacks], model, tokenizer, self.optimizer
-        )
+        callbacks = [self.mfu_callback, PerplexityCallback(), *wanted_callbacks(config), *self.callbacks]
+        for callback in callbacks:
+            if isinstance(callback, SampleCallback):
+                callback.around = self.aside
+        restore_callbacks(callbacks, self.callback_states)
+        self.handler = callback_handler(self.args, callbacks, model, tokenizer, self.optimizer)
+        self.control = self.handler.on_init_end(self.args, self.state, self.control)
         decode = partial(tokenizer.decode, skip_special_tokens=True)
         self.guard = StepGuard(self.run, self.host, partial(named_documents, self.data.train, decode))
         self.saver = checkpoint.Saver(self.run, config.save_total_limit, config.max_failed_saves)
@@ -343,9 +359,9 @@ class Pretrainer(TrainingStep):
     def evaluate(self) -> dict[str, Any] | None:
         """The evaluation record of the model as it is; None where a signal to any process broke it off."""
         self.guard.read()
-        metrics = evaluate(
+        of_tokens = partial(
+            evaluate,
             self.model,
-            self.data.validation,
             accelerator=self.accelerator,
             sequence_length=self.config.sequence_length,
             batch_size=self.config.per_device_eval_batch_size or self.batch.micro_batch,
@@ -353,13 +369,27 @@ class Pretrainer(TrainingStep):
             attention=self.attention,
             stop=lambda: any(self.host.gather(self.signals.received is not None)),
         )
-        if metrics is None:
+        if (metrics := of_tokens(self.data.validation)) is None:
             return None
+        if self.data.train_sample is not None:
+            if (on_training := of_tokens(self.data.train_sample)) is None:
+                return None
+            metrics |= {"train_eval_loss": on_training["eval_loss"]}
+            metrics["eval_seconds"] += on_training["eval_seconds"]
         self.control = self.handler.on_log(self.args, self.state, self.control, metrics)
         self.control = self.handler.on_evaluate(self.args, self.state, self.control, metrics)
         self.evaluation, self.evaluation_step = metrics, self.state.global_step
+        if metrics["eval_loss"] < (math.inf if self.state.best_metric is None else self.state.best_metric):
+            self.state.best_metric, self.state.best_global_step = metrics["eval_loss"], self.state.global_step
+            self.control.should_save |= self.config.save_best
         self._record(**metrics)
         return metrics
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """For what a callback does with the model: in training's precision, outside its clock."""
+        with self.mfu_callback.stopped(), self.accelerator.autocast():
+            yield
 
     def save(self, at_end: bool = False) -> None:
         """Start a checkpoint of the model as it is: a Hub model folder that is also the point to resume from.
@@ -436,6 +466,8 @@ class Pretrainer(TrainingStep):
             made_up := self.host.from_main(partial(self.run.evaluation, trainer["step"]))
         ):
             self.evaluation, self.evaluation_step = made_up, trainer["step"]
+        self.state.best_metric, self.state.best_global_step = trainer.get("best_metric"), trainer.get("best_step")
+        self.callback_states = trainer.get("callbacks", {})
         self.run_id, self.skipped_rows = trainer["run_id"], Counter(trainer["skipped_rows"])
         asked = self.config.per_device_train_batch_size
         for cut in self.batch.cuts() if trainer["config"]["per_device_train_batch_size"] == asked else []:
@@ -467,6 +499,9 @@ class Pretrainer(TrainingStep):
             "skipped_rows": dict(self.skipped_rows),
             "evaluation": self.evaluation if math.isfinite(self.evaluation.get("eval_perplexity", math.nan)) else None,
             "evaluation_step": self.evaluation_step,
+            "best_metric": self.state.best_metric,
+            "best_step": self.state.best_global_step,
+            "callbacks": callback_states(self.handler.callbacks),
         }
 
     def _record(self, **values: Any) -> None:

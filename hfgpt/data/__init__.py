@@ -7,7 +7,7 @@ import glob
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import chain, islice
@@ -32,7 +32,8 @@ CHARACTER_SCAN_BYTES = 256 * 2**20
 
 @dataclass
 class TextData:
-    """Text ready to train on. `validation`: one run of int32 tokens. `token_bytes`: UTF-8 bytes of each id, int32
+    """Text ready to train on. `validation`, and `train_sample` of training text where asked for: one run of int32
+    tokens each. `token_bytes`: UTF-8 bytes of each id, int32
     [vocabulary], or None where unknown. `description`: lines for the plan. `skipped`: rows passed over so far, by
     reason; a document stream counts its own with each step.
     """
@@ -40,6 +41,7 @@ class TextData:
     tokenizer: PreTrainedTokenizerFast
     train: Stream
     validation: np.ndarray
+    train_sample: np.ndarray | None
     token_bytes: np.ndarray | None
     description: list[str]
     skipped: Counter[str]
@@ -93,8 +95,7 @@ def prepare_data(
     if config.tokenizer == "char":  # knows the held-out part, too; of an `eval_dataset` nothing
         texts = documents if in_memory else documents_of(source, source.units, Counter())
     else:  # learns from training text alone, whose units are shuffled so that the first are a fair sample
-        shuffled = [units[i] for i in permutation(len(units), seed)]
-        texts = kept if in_memory else documents_of(training, shuffled, Counter())
+        texts = kept if in_memory else _shuffled(training, seed)
     if tokenizer is None:
         n_positions = model_fields(config.model).get("n_positions", 1024)
         tokenizer = load_tokenizer(_tokenizer_name(config), lambda: texts, n_positions)
@@ -123,11 +124,16 @@ def prepare_data(
     if len(validation_run) < 2:
         key = "dataset" if config.eval_dataset is None else "eval_dataset"
         raise UserError(f"{key}: fewer than two tokens to evaluate on ({origin}); give an eval_dataset with more text")
+    train_sample = None
+    if config.eval_train:
+        in_order = [kept[i] for i in permutation(len(kept), seed)] if in_memory else _shuffled(training, seed)
+        train_sample = _first_tokens(encoder, in_order, len(validation_run))
     named = "of init_from" if config.tokenizer == AUTO else config.tokenizer
     return TextData(
         tokenizer=tokenizer,
         train=train,
         validation=validation_run,
+        train_sample=train_sample,
         token_bytes=token_byte_lengths(tokenizer),
         description=[
             source.description,
@@ -206,6 +212,21 @@ def documents_of(source: Source, units: list[Unit], skipped: Counter[str]) -> It
             skipped[row.reason] += 1
         else:
             yield row
+
+
+def _shuffled(source: Source, seed: int) -> Iterator[str]:
+    """Documents from units in a fixed random order."""
+    return documents_of(source, [source.units[i] for i in permutation(len(source.units), seed)], Counter())
+
+
+def _first_tokens(encoder: Encoder, documents: Iterable[str], count: int) -> np.ndarray:
+    """The first `count` tokens of the documents, or all there are."""
+    pieces: list[np.ndarray] = []
+    for document in documents:
+        pieces += encoder.encode([document])
+        if sum(map(len, pieces)) >= count:
+            break
+    return np.concatenate(pieces)[:count]
 
 
 def _open_eval(eval_dataset: str, source: Source, config: PretrainConfig) -> Source:
