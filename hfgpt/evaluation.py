@@ -13,6 +13,8 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import nn
 
+from hfgpt.errors import UserError
+
 
 def scored_blocks(tokens: np.ndarray, sequence_length: int, multiple: int = 1) -> tuple[np.ndarray, np.ndarray]:
     """Inputs and shifted targets, both (blocks, sequence_length) int32, of a run of N tokens.
@@ -72,3 +74,20 @@ def evaluate(
         "eval_tokens": len(tokens) - 1,
         "eval_seconds": time.perf_counter() - began,
     }
+
+
+def figures(nll_sum: float, tokens: int, scored_bytes: int | None = None) -> dict[str, float | None]:
+    """`loss` (nats per token), `perplexity` and `bits_per_byte` of `tokens` targets with `nll_sum` nats in all.
+
+    scored_bytes: UTF-8 bytes of these targets' text; `bits_per_byte` is None where they are not known (None, 0).
+    `perplexity` is infinite where a float cannot hold it. Raises UserError where there are no tokens.
+    """
+    if tokens < 1:
+        raise UserError(f"tokens={tokens}: no target was scored, and there is no mean of nothing; give longer text")
+    loss = nll_sum / tokens
+    try:
+        perplexity = math.exp(loss)
+    except OverflowError:
+        perplexity = math.inf
+    bits_per_byte = nll_sum / math.log(2) / scored_bytes if scored_bytes else None
+    return {"loss": loss, "perplexity": perplexity, "bits_per_byte": bits_per_byte}
