@@ -24,7 +24,7 @@ HYPERPARAMETERS = (
 PLOT = "loss.png"
 # Figures of a text, and of HellaSwag by type and name, as the Hub's metadata have them.
 TEXT = ("loss", "perplexity", "bits_per_byte")
-HELLASWAG = {"accuracy_norm": ("acc_norm", "length-normalised accuracy"), "accuracy": ("acc", "accuracy")}
+HELLASWAG = {"accuracy_norm": ("acc_norm", "accuracy by loss per token"), "accuracy": ("acc", "accuracy by loss")}
 # How a model of the Hub is recorded that a run began from; anything else is a path, of which only the end is told.
 HUB_MODEL = re.compile(r"([\w.-]+(?:/[\w.-]+)?)@[0-9a-f]{40}")
 

@@ -63,14 +63,17 @@ def test_what_is_recorded_reaches_the_pushed_card(folder, client):  # noqa: F811
         ("two_words.txt", "loss"): 3.25,
         ("two_words.txt", "perplexity"): math.exp(3.25),
         ("other.txt", "loss"): 3.25,
-        (local, "length-normalised accuracy"): 0.2955,
-        (local, "accuracy"): 0.2857,
+        (local, "accuracy by loss per token"): 0.2955,
+        (local, "accuracy by loss"): 0.2857,
     }
     [norm] = [one for one in results if one.metric_type == "acc_norm"]
     assert (norm.dataset_type, norm.dataset_split) == ("Rowan/hellaswag", "validation")
     assert (norm.dataset_revision, norm.dataset_args) == ("a" * 40, {"examples": 10042})
     assert "| text | two_words.txt, 12,345 tokens: loss 3.2500 nats per token, perplexity 25.79 |" in card.text
-    assert "10,042 examples: length-normalised accuracy 29.55% (standard error 0.46%), accuracy 28.57% (" in card.text
+    assert (
+        "10,042 examples: accuracy by loss per token 29.55% (standard error 0.46%), accuracy by loss 28.57% ("
+        in card.text
+    )
 
 
 def test_a_record_says_what_was_measured_when_of_which_weights(folder):  # noqa: F811
