@@ -84,7 +84,9 @@ def _written_aside(final: Path, write: Callable[[Path], None]) -> Path:
         for path in files:
             path.chmod(aside.stat().st_mode & 0o666)  # safetensors makes files for their owner alone
             _sync(path)
-        write_json(aside / MANIFEST, {"files": {path.relative_to(aside).as_posix(): _facts(path) for path in files}})
+        write_json(
+            aside / MANIFEST, {"files": {path.relative_to(aside).as_posix(): file_facts(path) for path in files}}
+        )
         for folder in (*filter(Path.is_dir, aside.rglob("*")), aside):
             _sync(folder)
     except BaseException:
@@ -219,7 +221,7 @@ def fault(folder: Path, required: Sequence[str] = REQUIRED) -> str | None:
                 return f"{name} is missing"
             if path.stat().st_size != facts["size"]:
                 return f"{name} has {path.stat().st_size} bytes instead of {facts['size']}"
-            if _facts(path) != facts:
+            if file_facts(path) != facts:
                 return f"{name} is damaged (its hash differs from the one in {MANIFEST})"
     except FileNotFoundError:
         return f"{MANIFEST} is missing: it was not written to its end"
@@ -282,7 +284,8 @@ def _foreign(folder: Path, run_id: str | None) -> str | None:
     return None if run_id in (None, state["run_id"]) else "it is of another run"
 
 
-def _facts(path: Path) -> dict[str, Any]:
+def file_facts(path: Path) -> dict[str, Any]:
+    """Size in bytes and hash, as a manifest has them."""
     digest = xxhash.xxh3_128()
     with open(path, "rb") as file:
         while chunk := file.read(1 << 24):

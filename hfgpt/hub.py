@@ -21,6 +21,7 @@ from hfgpt.config import PretrainConfig
 from hfgpt.data.remote import asked_pause, deadline, first_line, is_passing, quiet_hub
 from hfgpt.errors import RunError, UserError
 from hfgpt.model_card import PLOT, addressed, curves, languages, loss_plot, model_card, public
+from hfgpt.recorded import recorded_evaluations
 from hfgpt.run_folder import RunFolder
 from hfgpt.training_state import STATE, read_state
 from hfgpt.verify import verify
@@ -154,7 +155,8 @@ def _files(
         run = RunFolder(folder.resolve().parent, writes=False)
         is_its_run = run.run_id() == trainer["run_id"]
         records = public(run.records(), trainer["step"]) if is_its_run else []
-        text = model_card(run.facts() if is_its_run else {}, fingerprint, trainer, records, repo_id)
+        later = recorded_evaluations(folder)
+        text = model_card(run.facts() if is_its_run else {}, fingerprint, trainer, records, repo_id, later)
         if curves(records):
             files[PLOT] = loss_plot(records)
             files[RECORDS] = "".join(json.dumps(record) + "\n" for record in records).encode()

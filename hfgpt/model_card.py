@@ -22,6 +22,9 @@ HYPERPARAMETERS = (
     *("document_masking", "seed"),
 )
 PLOT = "loss.png"
+# Figures of a text, and of HellaSwag by type and name, as the Hub's metadata have them.
+TEXT = ("loss", "perplexity", "bits_per_byte")
+HELLASWAG = {"accuracy_norm": ("acc_norm", "accuracy by loss per token"), "accuracy": ("acc", "accuracy by loss")}
 # How a model of the Hub is recorded that a run began from; anything else is a path, of which only the end is told.
 HUB_MODEL = re.compile(r"([\w.-]+(?:/[\w.-]+)?)@[0-9a-f]{40}")
 
@@ -39,12 +42,14 @@ def model_card(
     trainer: dict[str, Any],
     records: Sequence[dict[str, Any]] = (),
     name: str | None = None,
+    later: Sequence[dict[str, Any]] = (),
 ) -> str:
     """README.md of a checkpoint folder.
 
     run: content of run.json, or empty where that is not at hand. fingerprint: of the text. trainer: the trainer state.
     records: `public` ones of metrics.jsonl; with them the card has speed, and shows the loss curve in PLOT.
-    name: of the model. What is not known is left out.
+    name: of the model. later: records of what was measured of this very checkpoint after it was written. What is not
+    known is left out.
     """
     config = trainer["config"]
     name = name or config["run_name"] or Path(config["output_dir"]).name or "GPT-2-style model"
@@ -59,7 +64,7 @@ def model_card(
         pipeline_tag="text-generation",
         tags=["gpt2", "hfgpt", "pretraining"],
         model_name=name,
-        eval_results=_results(trainer, text, config if commit else {}, commit) or None,
+        eval_results=_results(trainer, text, config if commit else {}, commit, later) or None,
     )
     model = run.get("model", {})
     shape = ""
@@ -74,7 +79,8 @@ def model_card(
         "## Use",
         USAGE,
         "## Results",
-        _measured(trainer),
+        *([_measured(trainer)] if trainer["evaluation"] or not later else []),
+        *([_table(map(_told, later))] if later else []),
         *([f"![Loss over tokens]({PLOT})"] if curves(records) else []),
         "## Training",
         _table([("text", text), *_training(config, fingerprint, trainer, run, records)]),
@@ -168,11 +174,13 @@ def _held_out(config: dict[str, Any], fingerprint: dict[str, Any]) -> str:
     return str(fingerprint["held_out"]).removeprefix("held out: ")
 
 
-def _results(trainer: dict[str, Any], text: str, hub: dict[str, Any], commit: str | None) -> list[EvalResult]:
+def _results(
+    trainer: dict[str, Any], text: str, hub: dict[str, Any], commit: str | None, later: Sequence[dict[str, Any]]
+) -> list[EvalResult]:
     """Figures of the checkpoint as it is; `hub`: the settings where the text is a dataset of the Hub."""
+    results = [result for record in later for result in _later_results(record)]
     if not _is_evaluated(trainer):
-        return []
-    figures = {"loss": "eval_loss", "perplexity": "eval_perplexity", "bits_per_byte": "eval_bits_per_byte"}
+        return results
     where = {
         "dataset_type": hub.get("dataset", "text"),
         "dataset_name": hub.get("dataset", text),
@@ -180,18 +188,62 @@ def _results(trainer: dict[str, Any], text: str, hub: dict[str, Any], commit: st
         "dataset_split": hub.get("dataset_split"),
         "dataset_revision": commit,
     }
-    measured = {metric: trainer["evaluation"].get(key) for metric, key in figures.items()}
+    held_out = [(metric, f"{metric} of held-out text", trainer["evaluation"].get(f"eval_{metric}")) for metric in TEXT]
+    return _metrics(held_out, where) + results
+
+
+def _later_results(record: dict[str, Any]) -> list[EvalResult]:
+    """Those of a record of `hfgpt.recorded`."""
+    is_text, on_hub, name = record["task"] == "text", record.get("dataset_revision"), _source(record)
+    where = {
+        "dataset_type": record["dataset"] if on_hub else record["task"],
+        "dataset_name": name if is_text else f"HellaSwag ({name})",
+        # The Hub tells datasets apart by type, configuration, split and revision, but not by name.
+        "dataset_config": record.get("dataset_name") if on_hub else name,
+        "dataset_split": record.get("dataset_split"),
+        "dataset_revision": record.get("dataset_revision"),
+        "dataset_args": None if is_text else {"examples": record.get("examples")},
+    }
+    names = {metric: (metric, metric) for metric in TEXT} if is_text else HELLASWAG
+    return _metrics([(kind, name, record.get(key)) for key, (kind, name) in names.items()], where)
+
+
+def _metrics(figures: Iterable[tuple[str, str, float | None]], where: dict[str, Any]) -> list[EvalResult]:
+    """One for each (type, name, value) whose value is known."""
     return [
         EvalResult(
             task_type="text-generation",
-            metric_type=metric,
-            metric_name=f"{metric.replace('_', ' ')} of held-out text",
+            metric_type=kind,
+            metric_name=name.replace("_", " "),
             metric_value=value,
             **where,
         )
-        for metric, value in measured.items()
+        for kind, name, value in figures
         if value is not None
     ]
+
+
+def _source(record: dict[str, Any]) -> str:
+    """The data of a record in words that hold no local path."""
+    if record.get("dataset_revision"):
+        about = {"dataset_name": "configuration", "dataset_split": "split", "dataset_revision": "commit"}
+        told = [f"{word} {record[key]}" for key, word in about.items() if record.get(key)]
+        return ", ".join([record["dataset"], *told])
+    return "Python's own documentation" if record["dataset"] == "embedded" else Path(record["dataset"]).name
+
+
+def _told(record: dict[str, Any]) -> tuple[str, str]:
+    """The row of a record in the table of results."""
+    if record["task"] == "text":
+        units = {"loss": "loss {:.4f} nats per token", "perplexity": "perplexity {:.2f}"}
+        units["bits_per_byte"] = "{:.4f} bits per byte"
+        told = [text.format(record[key]) for key, text in units.items() if record.get(key) is not None]
+        return "text", f"{_source(record)}, {record['tokens']:,} tokens: {', '.join(told)}"
+    told = []
+    for key, (_, name) in HELLASWAG.items():
+        error = record.get(f"{key}_stderr")
+        told.append(f"{name} {record[key]:.2%}" + (f" (standard error {error:.2%})" if error is not None else ""))
+    return "HellaSwag", f"{_source(record)}, {record['examples']:,} examples: {', '.join(told)}"
 
 
 def _is_evaluated(trainer: dict[str, Any]) -> bool:

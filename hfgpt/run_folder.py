@@ -49,10 +49,26 @@ def remove(path: Path) -> None:
         shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
-class RunFolder:
-    """`output_dir`: run.json, metrics.jsonl, ledger.jsonl and the checkpoints of one run.
+def _whole_lines(path: Path) -> list[dict[str, Any]]:
+    found = []
+    for line in path.read_bytes().splitlines() if path.is_file() else []:
+        with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
+            record = json.loads(line)
+            found += [record] if record["step"] >= 0 else []
+    return found
 
-    Only the main process writes; elsewhere (`writes=False`) every record is dropped.
+
+def _timed(values: dict[str, Any]) -> dict[str, Any]:
+    """The values of a record, with null for numbers that JSON does not have, and the time."""
+    values = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
+    return {**values, "time": time.time()}
+
+
+class RunFolder:
+    """`output_dir`: run.json, metrics.jsonl, ledger.jsonl, evaluations.jsonl and the checkpoints of one run.
+
+    evaluations.jsonl holds what was measured of its checkpoints from outside, at any time; the run itself neither reads
+    nor changes it. Only the main process writes; elsewhere (`writes=False`) every record is dropped.
     """
 
     def __init__(self, path: str | Path, writes: bool = True) -> None:
@@ -60,6 +76,7 @@ class RunFolder:
         self.run_json = self.path / "run.json"
         self.metrics = self.path / "metrics.jsonl"
         self.ledger = self.path / "ledger.jsonl"
+        self.evaluations = self.path / "evaluations.jsonl"
         self._lock: Any = None
         self._unwritten: dict[Path, list[str]] = {self.metrics: [], self.ledger: []}
 
@@ -89,12 +106,11 @@ class RunFolder:
 
     def records(self) -> list[dict[str, Any]]:
         """The whole lines of metrics.jsonl; each has a step."""
-        found = []
-        for line in self.metrics.read_bytes().splitlines() if self.metrics.is_file() else []:
-            with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
-                record = json.loads(line)
-                found += [record] if record["step"] >= 0 else []
-        return found
+        return _whole_lines(self.metrics)
+
+    def evaluation_records(self) -> list[dict[str, Any]]:
+        """The whole lines of evaluations.jsonl, oldest first; each has a step."""
+        return _whole_lines(self.evaluations)
 
     def evaluation(self, step: int) -> dict[str, Any]:
         """The evaluation record of a step, empty if there is none."""
@@ -163,8 +179,19 @@ class RunFolder:
 
     def record(self, **values: Any) -> None:
         """One line of metrics.jsonl. Numbers that JSON does not have (NaN, infinity) become null."""
-        values = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
-        self._append(self.metrics, {**values, "time": time.time()})
+        self._append(self.metrics, _timed(values))
+
+    def record_evaluation(self, **values: Any) -> None:
+        """One line of evaluations.jsonl, also while a run is at work. Raises UserError where it cannot be written."""
+        line = (json.dumps(_timed(values), ensure_ascii=False) + "\n").encode()
+        try:
+            with open(self.evaluations, "ab+", buffering=0) as file:
+                if file.tell():
+                    file.seek(-1, os.SEEK_END)
+                    line = line if file.read(1) == b"\n" else b"\n" + line  # one before was cut short
+                file.write(line)  # at the end in one go, wherever the file is read
+        except OSError as error:
+            raise UserError(f"{self.evaluations}: cannot be written ({error.strerror}); nothing was recorded") from None
 
     def record_text(self, **values: Any) -> None:
         """One line of ledger.jsonl: what text went into a step."""

@@ -14,7 +14,7 @@ import pytest
 from running import records, trained
 from safetensors.torch import load_file, save_file
 
-from hfgpt.checkpoint import MANIFEST, REQUIRED, _facts, fault, find_checkpoint, write_checkpoint
+from hfgpt.checkpoint import MANIFEST, REQUIRED, fault, file_facts, find_checkpoint, write_checkpoint
 from hfgpt.errors import UserError
 from hfgpt.generation import load_checkpoint
 from hfgpt.run_folder import RunFolder
@@ -148,7 +148,7 @@ class Bomb:
 def sealed(folder):
     """The folder with a manifest that fits what it holds."""
     files = [path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST]
-    facts = {path.relative_to(folder).as_posix(): _facts(path) for path in files}
+    facts = {path.relative_to(folder).as_posix(): file_facts(path) for path in files}
     (folder / MANIFEST).write_text(json.dumps({"files": facts}))
 
 

@@ -22,6 +22,7 @@ from running import trained
 from hfgpt import PretrainConfig
 from hfgpt.evaluation import evaluate
 from hfgpt.generation import load_checkpoint
+from hfgpt.hellaswag import hellaswag
 
 OTHER = os.environ.get("HFGPT_OTHER_PYTHON")
 T = 32
@@ -93,6 +94,33 @@ result = simple_evaluate(harness, tasks=[task], task_manager=TaskManager(include
 found["task"] = result["results"]["local"]["acc,none"]
 """
 
+# As in the README: a folder of tasks, and the command itself.
+COMMAND = """
+import glob, subprocess
+rows = json.loads(text)
+os.makedirs("tasks")
+with open("tasks/rows.jsonl", "w") as file:
+    file.writelines(json.dumps(row) + "\\n" for row in rows)
+with open("tasks/scenes.yaml", "w") as file:
+    file.write('''task: scenes
+dataset_path: json
+dataset_kwargs: {data_files: {test: tasks/rows.jsonl}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{ctx}}"
+doc_to_choice: "{{endings}}"
+doc_to_target: "{{label}}"
+metric_list: [{metric: acc}, {metric: acc_norm}]
+''')
+command = ["-m", "lm_eval", "--model", "hf", "--model_args", f"pretrained={folder}", "--include_path", "tasks"]
+command += ["--tasks", "scenes", "--batch_size", "8", "--device", "cpu", "--output_path", "results"]
+done = subprocess.run([sys.executable, *command], capture_output=True, text=True)
+assert done.returncode == 0, done.stderr
+[results] = glob.glob("results/**/*.json", recursive=True)
+with open(results) as file:
+    found |= json.load(file)["results"]["scenes"]
+"""
+
 CONVERTED = """
 import gguf
 from safetensors import safe_open
@@ -129,11 +157,11 @@ def used(request, folder, tmp_path):
     if request.param == "older" and not OTHER:
         pytest.skip("HFGPT_OTHER_PYTHON is not set: the Python of an environment with older packages")
 
-    def run(script: str, *needs: str) -> dict:
+    def run(script: str, *needs: str, text: str = TEXT) -> dict:
         python = sys.executable if request.param == "here" else OTHER
         body = START.format(needs=list(needs)) + script + "\nprint(json.dumps(found))"
         environment = {**os.environ, "HF_HOME": str(tmp_path / "home"), "HF_DATASETS_CACHE": str(tmp_path / "data")}
-        command = [python, "-c", body, str(folder), TEXT]
+        command = [python, "-c", body, str(folder), text]
         done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr[-3000:]
         found = json.loads(done.stdout.splitlines()[-1])
@@ -182,6 +210,18 @@ def test_the_evaluation_harness(folder, used):
     assert found["max_length"] == T and found["prefix"] == load_checkpoint(folder)[1].eos_token_id
     assert found["rolling"] == pytest.approx(rolling(folder, full_context=True), abs=1e-3)
     assert found["task"] == 1.0
+
+
+@pytest.mark.slow
+def test_the_evaluation_harness_by_its_command(folder, used, tmp_path):
+    numbers = [(n, [f"{(n * k) % 101} and {n % 7}" for k in (n, n + 1, 3, 5)]) for n in range(60)]
+    rows = [{"ctx": f"document {n} says", "endings": endings, "label": n % 4} for n, endings in numbers]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = used(COMMAND, "lm_eval", text=json.dumps(rows))
+    model, tokenizer = load_checkpoint(folder)
+    ours = hellaswag(model, tokenizer, str(tmp_path / "rows.jsonl"), batch_size=8, accelerator=Accelerator(cpu=True))
+    assert ours["cropped"] == 0 and 0 < ours["accuracy"] < 1
+    assert (found["acc,none"], found["acc_stderr,none"]) == pytest.approx((ours["accuracy"], ours["accuracy_stderr"]))
 
 
 @pytest.mark.slow
