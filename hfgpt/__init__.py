@@ -16,7 +16,7 @@ _HOMES = {
     "SampleCallback": "callbacks",
     "UserError": "errors",
     "model_config": "configuration_hfgpt",
-    "run_recipe": "cli",
+    "run_recipe": "ending",
 }
 
 __all__ = [*_HOMES, "__version__"]

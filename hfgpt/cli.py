@@ -1,13 +1,10 @@
-"""The `hfgpt` command, and how recipes and commands end: exit codes, one-line errors."""
+"""The `hfgpt` command."""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
-import time
-import traceback
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -15,8 +12,8 @@ from typing import Annotated, Any, Literal
 import typer
 
 from hfgpt import __version__
+from hfgpt.ending import run_recipe
 from hfgpt.errors import RunError, UserError
-from hfgpt.signals import follow_launcher
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 
@@ -27,41 +24,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
-
-# How long another process leaves the main one to tell what both have met.
-SECONDS_FOR_MAIN = 10.0
-
-
-def run_recipe(main: Callable[[], Any]) -> None:
-    """Runs `main` and ends the process as users expect: `if __name__ == "__main__": run_recipe(main)`.
-
-    Returns when `main` does. UserError: all its problems on one line of stderr, and exit code 2. KeyboardInterrupt:
-    130. Any other exception: traceback, one line with the cause last, 1. Of several processes the main one speaks,
-    another one only of what the main one does not meet.
-    """
-    follow_launcher()  # it may die while everything is still being loaded
-    rank, world = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
-    me = "" if world == "1" else f"process {rank} of {world}: "
-    try:
-        main()
-    except (UserError, RunError) as error:
-        message = "; ".join(getattr(error, "problems", [str(error)]))
-        if rank != "0" and not getattr(error, "everywhere", False):
-            time.sleep(SECONDS_FOR_MAIN)  # the launcher ends this process as soon as the main one has told the same
-            message = me + message
-        print("error:", " ".join(message.split()), file=sys.stderr)
-        sys.exit(getattr(error, "exit_code", 2))
-    except KeyboardInterrupt:
-        sys.exit(130)
-    except Exception as error:
-        traceback.print_exc()
-        if me:
-            from hfgpt.distributed import tell
-
-            tell(error)
-        cause = (str(error).strip() or "no message").splitlines()[0]
-        print(f"error: {me}{type(error).__name__}: {cause}", file=sys.stderr)
-        sys.exit(1)
 
 
 def main() -> None:
@@ -173,27 +135,36 @@ def evaluate(
 
     Example: hfgpt evaluate out/run/checkpoint-latest --dataset "texts/*.txt"
     """
-    _quiet_transformers()
     from hfgpt import scoring
+
+    _quiet_transformers()
 
     if task is None and dataset is None:
         raise UserError("dataset: no text is named; give a file, folder, glob, Hub id or embedded, or --task hellaswag")
+    stated: dict[str, Any] = (
+        {"limit": limit} if task is None else {"sequence_length": sequence_length, "stride": stride}
+    )
+    stated |= {} if task is None else {"by_document": by_document, "eval_tokens": eval_tokens}
+    if strange := [name for name, value in stated.items() if value is not None]:
+        raise UserError(f"{', '.join(strange)}: {'of --task alone' if task is None else f'not for --task {task}'}")
+    measure: Any
     if task is None:
         source = {"dataset": dataset, "name": dataset_name, "split": dataset_split, "revision": dataset_revision}
         source["text_column"] = text_column
         options: dict[str, Any] = {"sequence_length": sequence_length, "stride": stride, "by_document": by_document}
-        options |= {"eval_tokens": eval_tokens, "torch_compile": torch_compile, "source": source}
+        options |= {"eval_tokens": eval_tokens, "torch_compile": torch_compile}
+        measure = partial(scoring.score_text, source=source, batch_size=per_device_eval_batch_size, **options)
     else:
-        options = {"source": dataset, "limit": limit}
-    measure = partial(
-        scoring.score_text if task is None else scoring.score_hellaswag,
-        batch_size=per_device_eval_batch_size,
-        **options,
-    )
+        options = {"source": dataset, "limit": limit, "batch_size": per_device_eval_batch_size}
+        measure = partial(scoring.score_task, task=task, **options)
     facts = scoring.evaluate_checkpoint(checkpoint, measure, mixed_precision)
     if os.environ.get("RANK", "0") != "0":
         return
     print(json.dumps(facts, indent=2) if as_json else "\n".join(_lines(facts)))
+    if record:
+        from hfgpt.recorded import record_evaluation
+
+        print(f"recorded in {record_evaluation(checkpoint, task or 'text', facts)}", file=sys.stderr)
 
 
 @app.command("import")

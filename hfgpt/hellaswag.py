@@ -75,8 +75,8 @@ def hellaswag(
     Returns `accuracy_norm` (the ending with the lowest nll per token is taken) and `accuracy` (the lowest nll), each
     with its standard error `..._stderr` (None for one example); `examples`; `cropped`: of the texts, four an example,
     those longer than the model's positions, of which the last tokens were taken; `padded_rows` of the model, for
-    which the tokenizer has no entry: they take no part in the softmax; `dataset`, `dataset_split` and
-    `dataset_revision` (None for a local file, of which only the name is told); `seconds`.
+    which the tokenizer has no entry: they take part in the softmax, as elsewhere; `dataset`, `dataset_split` and
+    `dataset_revision` (of a local file only its name is told); `seconds`.
 
     Raises UserError for a file that is not HellaSwag, with the row, and for a tokenizer that cannot write it.
     """
@@ -95,7 +95,7 @@ def hellaswag(
     texts = [_text(example.context, ending, positions) for example in own for ending in example.endings]
     # The same number of forward passes on each process, as those that share a model must.
     count = -(-len(examples) // accelerator.num_processes) * ENDINGS
-    nll = _scored(model, texts, batch_size, -(-count // batch_size), entries, accelerator)
+    nll = _scored(model, texts, batch_size, -(-count // batch_size), accelerator)
     scores: list[Score] = gather_object([_score(*its) for its in zip(own, _fours(texts), _fours(nll), strict=True)])
     if broken := [score.where for score in scores if not score.is_finite]:
         raise RunError(f"{broken[0]}: the loss is not finite; the model's weights or precision are at fault")
@@ -130,7 +130,7 @@ def _on_main(
 
 def _read(source: str, limit: int | None, tokenizer: Any) -> tuple[list[Example], dict[str, Any]]:
     """The examples, and `dataset`, `dataset_split`, `dataset_revision` that say where they are from."""
-    place: dict[str, Any] = {"dataset": source, "dataset_split": None, "dataset_revision": None}
+    place: dict[str, Any] = {"dataset": source}
     if (found := local_files(source)) is not None:
         files, place["dataset"] = found[0], Path(source).name
     else:
@@ -208,9 +208,7 @@ def _text(context: list[int], ending: list[int], positions: int | None) -> Text:
 
 
 @torch.no_grad()
-def _scored(
-    model: Any, texts: Sequence[Text], batch_size: int, passes: int, entries: int, accelerator: Accelerator
-) -> list[float]:
+def _scored(model: Any, texts: Sequence[Text], batch_size: int, passes: int, accelerator: Accelerator) -> list[float]:
     """The nll in nats of each text's scored tokens, in `passes` forward passes, idle ones where no text is left."""
     order = sorted(range(len(texts)), key=lambda number: len(texts[number].ids))  # little padding
     found = [math.nan] * len(texts)
@@ -222,7 +220,7 @@ def _scored(
             for start in range(0, passes * batch_size, batch_size):
                 numbers = order[start : start + batch_size]
                 batch = [texts[number] for number in numbers] or [Text([0, 0], 1, False)]
-                nll = _batch_nll(model, batch, entries, accelerator)
+                nll = _batch_nll(model, batch, accelerator)
                 for number, its in zip(numbers, nll if numbers else [], strict=True):
                     found[number] = its
     finally:
@@ -230,11 +228,10 @@ def _scored(
     return found
 
 
-def _batch_nll(model: Any, batch: Sequence[Text], entries: int, accelerator: Accelerator) -> list[float]:
+def _batch_nll(model: Any, batch: Sequence[Text], accelerator: Accelerator) -> list[float]:
     """One forward pass, padded at the right, where causal attention does not look.
 
-    Logits (B, T, V) are the model's own; float32 copies exist of one text's scored positions at a time, without the
-    columns from `entries` on.
+    Logits (B, T, V) are the model's own; float32 copies exist of one text's scored positions at a time.
     """
     ids_BT = torch.zeros(len(batch), max(len(text.ids) for text in batch), dtype=torch.long)
     for row, text in zip(ids_BT, batch, strict=True):
@@ -245,7 +242,7 @@ def _batch_nll(model: Any, batch: Sequence[Text], entries: int, accelerator: Acc
     sums = []
     for ids_T, logits_TV, (ids, scored, _) in zip(ids_BT, logits_BTV, batch, strict=True):
         stop = len(ids)
-        logits_SV = logits_TV[stop - scored - 1 : stop - 1, :entries].float()
+        logits_SV = logits_TV[stop - scored - 1 : stop - 1].float()
         sums.append(F.cross_entropy(logits_SV, ids_T[stop - scored : stop], reduction="sum"))
     return torch.stack(sums).tolist()
 

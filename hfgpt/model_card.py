@@ -238,7 +238,7 @@ def _told(record: dict[str, Any]) -> tuple[str, str]:
         units = {"loss": "loss {:.4f} nats per token", "perplexity": "perplexity {:.2f}"}
         units["bits_per_byte"] = "{:.4f} bits per byte"
         told = [text.format(record[key]) for key, text in units.items() if record.get(key) is not None]
-        return "text", f"{_source(record)}, {record['tokens']:,} tokens: {', '.join(told)}"
+        return "text", f"{_source(record)}, {record['scored_tokens']:,} tokens: {', '.join(told)}"
     told = []
     for key, (_, name) in HELLASWAG.items():
         error = record.get(f"{key}_stderr")

@@ -14,7 +14,10 @@ from hfgpt.training_state import STATE, read_state
 
 WEIGHTS = "model.safetensors"
 # What each task's record must hold, as its card tells it.
-TASKS = {"text": ("dataset", "loss", "tokens"), "hellaswag": ("dataset", "accuracy_norm", "accuracy", "examples")}
+TASKS = {
+    "text": ("dataset", "loss", "scored_tokens"),
+    "hellaswag": ("dataset", "accuracy_norm", "accuracy", "examples"),
+}
 
 
 def record_evaluation(folder: str | Path, task: str, found: Mapping[str, Any]) -> Path:
@@ -22,7 +25,7 @@ def record_evaluation(folder: str | Path, task: str, found: Mapping[str, Any]) -
 
     task: "text" or "hellaswag". found: what its evaluation returned: figures, and `dataset` with, where it is of the
     Hub, `dataset_name`, `dataset_split` and `dataset_revision`. A text's figures are those of `evaluation.figures` and
-    `tokens`. The record keeps the hash of the weights, so that it is never taken for another checkpoint's of that name.
+    `scored_tokens`. The record keeps the hash of the weights: it is never taken for another checkpoint's of that name.
 
     Raises UserError for a folder that is no checkpoint of a run, or not what was written, and where it cannot write.
     """

@@ -28,6 +28,7 @@ from hfgpt.distributed import HostGroup, take_sharding
 from hfgpt.errors import UserError
 from hfgpt.evaluation import UNSCORED, figures, summed_nll, windows
 from hfgpt.generation import load_checkpoint
+from hfgpt.hellaswag import hellaswag
 from hfgpt.modeling_hfgpt import HEAD_CHUNK_SIZE
 from hfgpt.training_state import STATE, read_state
 
@@ -117,7 +118,7 @@ def evaluate_checkpoint(
     return {
         "checkpoint": checkpoint,
         **found,
-        "seconds": seconds,
+        "seconds": found.get("seconds", seconds),
         "device": device_name(accelerator.device),
         "processes": accelerator.num_processes,
         "precision": "float32" if precision.name == "no" else precision.name,
@@ -183,6 +184,15 @@ def score_text(
     }
 
 
+def score_task(
+    subject: Subject, task: str, *, source: str | None = None, limit: int | None = None, batch_size: int = 8
+) -> dict[str, Any]:
+    """What `hfgpt.hellaswag.hellaswag` returns: `task` is hellaswag."""
+    assert task == "hellaswag"
+    options: dict[str, Any] = {"batch_size": batch_size, "accelerator": subject.accelerator, "limit": limit}
+    return hellaswag(subject.model, subject.tokenizer, source, **options)
+
+
 def _trained_with(folder: Path) -> dict[str, Any]:
     """The settings of the run that wrote a checkpoint; empty where the folder does not say."""
     return read_state(folder, "trainer_state")["config"] if (folder / STATE).is_dir() else {}
@@ -220,8 +230,12 @@ def read_text(tokenizer: Any, source: dict[str, Any], eval_tokens: int | None, b
     is_whole = len(scored) == targets and encoder.separator_id is not None
     if scored_bytes is None and is_whole:
         scored_bytes = text_bytes
+    commit = opened.fingerprint.get("commit")
+    on_hub = {f"dataset_{key}": source.get(key) for key in ("name", "split")} | {"dataset_revision": commit}
     facts = {
-        "dataset": opened.description,
+        "dataset": source["dataset"],
+        **(on_hub if commit else {}),
+        "text": opened.description,
         "documents": len(pieces),
         "left_out": dict(skipped),
         "joined": "each document on its own" if alone else "documents one after another, as in training",

@@ -46,7 +46,7 @@ def test_wrong_use_is_one_line_and_code_2(monkeypatch, capsys):
     assert ending(capsys, wrong) == (2, lines)
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr("hfgpt.cli.SECONDS_FOR_MAIN", 0.1)  # in which a launcher would have ended it
+    monkeypatch.setattr("hfgpt.ending.SECONDS_FOR_MAIN", 0.1)  # in which a launcher would have ended it
     assert ending(capsys, wrong) == (2, [lines[0].replace("error: ", "error: process 1 of 2: ")])
 
 

@@ -35,7 +35,7 @@ HELLASWAG = {
     "padded_rows": 0,
     "seconds": 60.0,
 }
-TEXT = {"dataset": "/home/alice/two_words.txt", "loss": 3.25, "perplexity": math.exp(3.25), "tokens": 12345}
+TEXT = {"dataset": "/home/alice/two_words.txt", "loss": 3.25, "perplexity": math.exp(3.25), "scored_tokens": 12345}
 
 
 @pytest.mark.slow

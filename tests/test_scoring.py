@@ -283,3 +283,36 @@ def test_what_is_no_model_is_told(tmp_path, folder):
         evaluated(tmp_path / "bert", path)
     with pytest.raises(UserError, match="no token to score"):
         evaluated(folder, written(tmp_path / "blank.jsonl", ["", ""]))
+
+
+def test_a_task_and_a_record_from_the_command_line(tmp_path, document_folder, monkeypatch, capsys):
+    from hfgpt import PretrainConfig, Pretrainer
+    from hfgpt.recorded import recorded_evaluations
+
+    settings = {"tokenizer": "bpe-300", "dataset": str(document_folder), "sequence_length": 16, "mixed_precision": "no"}
+    model = {"n_layer": 1, "n_head": 1, "n_embd": 16, "n_positions": 32}
+    config = PretrainConfig(
+        output_dir=str(tmp_path / "run"), model=model, max_steps=2, torch_compile=False, eval_steps=0, **settings
+    )
+    Pretrainer(config).train()
+    checkpoint = tmp_path / "run" / "checkpoint-2"
+    task = tmp_path / "task.jsonl"
+    rows = [{"ctx": f"{n} says", "endings": [f"{n}", "says", "document 3", "x"], "label": n % 4} for n in range(8)]
+    task.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def run(*flags) -> None:
+        monkeypatch.setattr("sys.argv", ["hfgpt", "evaluate", str(checkpoint), "--json", "--record", *flags])
+        capsys.readouterr()
+        cli.main()
+        out, told = capsys.readouterr()
+        assert json.loads(out)["checkpoint"] == str(checkpoint) and "evaluations.jsonl" in told
+
+    run("--task", "hellaswag", "--dataset", str(task), "--limit", "6")
+    run("--dataset", str(document_folder), "--eval_tokens", "300")
+    by_task = {record["task"]: record for record in recorded_evaluations(checkpoint)}
+    assert by_task["hellaswag"]["examples"] == 6 and 0 <= by_task["hellaswag"]["accuracy_norm"] <= 1
+    assert by_task["text"]["scored_tokens"] == 300 and by_task["text"]["sequence_length"] == 16  # as trained
+    for flags in (["--task", "hellaswag", "--stride", "3"], ["--dataset", str(document_folder), "--limit", "3"]):
+        monkeypatch.setattr("sys.argv", ["hfgpt", "evaluate", str(checkpoint), *flags])
+        with pytest.raises(UserError, match=r"not for --task hellaswag|of --task alone"):
+            cli._run_app()
