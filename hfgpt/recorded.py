@@ -37,7 +37,7 @@ def record_evaluation(folder: str | Path, task: str, found: Mapping[str, Any]) -
     if file_facts(folder / WEIGHTS)["xxh3_128"] != weights:
         raise UserError(f"{where}: {WEIGHTS} is not what {MANIFEST} says; take another checkpoint")
     about = {"checkpoint": folder.name, "step": trainer["step"], "weights": weights, "task": task}
-    run.record_evaluation(**about, **found)
+    run.record_evaluation(**{**found, **about})
     return run.evaluations
 
 
