@@ -1,75 +1,42 @@
-"""`Pretrainer`: the training loop on Accelerate. Its step is in hfgpt/step.py."""
+"""`Pretrainer`: the training loop on Accelerate. What is before it: hfgpt/prepared.py. Its step: hfgpt/step.py."""
 
 from __future__ import annotations
 
 import logging
 import math
-import signal
 import time
-import uuid
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
 import torch
-from transformers import TrainerCallback
-from transformers.trainer_callback import TrainerControl, TrainerState
 
 from hfgpt import checkpoint, model_state
-from hfgpt.callbacks import (
-    CallbackArguments,
-    MFUCallback,
-    PerplexityCallback,
-    SampleCallback,
-    callback_handler,
-    callback_states,
-    restore_callbacks,
-    wanted_callbacks,
-)
-from hfgpt.config import AUTO, Batch, PretrainConfig
-from hfgpt.data import TextData, prepare_again, prepare_data, told_counts
-from hfgpt.data.position import resumed_position
-from hfgpt.data.stream import StepBatch, batch_hash, iterate, named_documents, side_by_side
-from hfgpt.device import choose_compile, device_name, memory_bytes, peak_memory_bytes, start_accelerator
-from hfgpt.distributed import HostGroup, take_sharding
+from hfgpt.data import told_counts
+from hfgpt.data.stream import StepBatch, batch_hash, side_by_side
+from hfgpt.device import peak_memory_bytes
 from hfgpt.errors import RunError, UserError, told_by
 from hfgpt.evaluation import evaluate
-from hfgpt.guard import Step, StepGuard, StepResult
-from hfgpt.hub import check_push, push_trained
-from hfgpt.memory import training_memory
-from hfgpt.micro_batch import MemoryRanOut, fastest_that_fits, release_memory
+from hfgpt.guard import Step, StepResult
+from hfgpt.hub import push_trained
+from hfgpt.micro_batch import MemoryRanOut, release_memory
 from hfgpt.model_card import model_card
-from hfgpt.optim import LearningRate
-from hfgpt.plan import Plan, check_memory, run_facts, setting_of
-from hfgpt.run_folder import RunFolder
-from hfgpt.signals import Interrupted, StopSignals
-from hfgpt.step import TrainingStep
-from hfgpt.training_state import changed_settings, read_state
-from hfgpt.weights import initial_weights, settled
+from hfgpt.plan import run_facts
+from hfgpt.prepared import PreparedRun
+from hfgpt.signals import Interrupted
 
 logger = logging.getLogger(__name__)
 
 
-class Pretrainer(TrainingStep):
+class Pretrainer(PreparedRun):
     """Trains a GPT-2-style model by a `PretrainConfig`; `callbacks` are transformers `TrainerCallback`s.
 
     `train()` prepares everything, runs to the last step, and returns the newest evaluation record.
     Raises UserError, before anything is written, for a run that cannot work.
     """
-
-    def __init__(self, config: PretrainConfig, callbacks: Sequence[TrainerCallback] = ()) -> None:
-        self.config = config
-        self.callbacks = callbacks
-        self.state = TrainerState(logging_steps=config.logging_steps, save_steps=config.save_steps)
-        self.state.eval_steps = config.eval_steps
-        self.signals = StopSignals()
-        self.control = TrainerControl()
-        self.started = self.ended = self.save_is_due = False
 
     def train(self) -> dict[str, Any]:
         with self.signals:
@@ -191,113 +158,6 @@ class Pretrainer(TrainingStep):
             *(step, smaller.micro_batch, smaller.accumulation),
         )
 
-    def setup(self) -> None:
-        """Everything before the first step that writes nothing: device, text, model, optimizer, resume."""
-        timeout = self.config.ddp_timeout
-        try:
-            with self.signals.waiting():
-                self.host = HostGroup(timeout)
-                if self.host.rank:
-                    logging.getLogger("hfgpt").setLevel(logging.ERROR)  # what it would say, the main one says
-                self.sharded = take_sharding()
-                with self.host.contact():
-                    self.host.meet()
-                    self.accelerator, self.precision = start_accelerator(self.config.mixed_precision, timeout)
-                    self.host.join()
-                    self._prepare()
-        except Interrupted as error:
-            fault = self.signals.fault() or RunError("the main process was told to end", 128 + signal.SIGTERM)
-            cause = f"{error}; ended by " if str(error) else ""
-            raise RunError(f"{cause}{fault} before the first step", fault.exit_code) from error
-
-    def _prepare(self) -> None:
-        config, accelerator, device = self.config, self.accelerator, self.accelerator.device
-        self.state.is_world_process_zero = accelerator.is_main_process
-        self.state.is_local_process_zero = accelerator.is_local_main_process
-        self.run = RunFolder(config.output_dir, writes=accelerator.is_main_process)
-        self.host.from_main(self.run.check_writable)
-        self.host.from_main(self.run.check_free)
-        if config.push_to_hub:
-            self.host.from_main(partial(check_push, config))
-        self.resumed_from = self.host.from_main(
-            partial(checkpoint.find_checkpoint, self.run, config.resume_from_checkpoint)
-        )
-        if self.sharded and self.precision.name == "fp16":
-            raise UserError("mixed_precision fp16: its loss scaling does not serve FSDP2; use bf16, or DDP")
-        self.config = config = self.host.from_main(partial(settled, config, self.resumed_from))
-        if self.sharded and config.per_device_train_batch_size == AUTO:
-            raise UserError(
-                "per_device_train_batch_size=auto: processes that share the model cannot try what may not fit one of "
-                "them; state a number"
-            )
-        self.batch = config.batch(accelerator.num_processes)
-        shares = accelerator.num_processes if self.sharded else 1
-        check_memory(config, self.batch, self.precision.name, memory_bytes(device), shares, device.type)
-        self.data = self.host.from_main(self._prepare_data)
-        epoch_blocks = getattr(self.data.train, "blocks_per_epoch", None)
-        self.max_steps = self.state.max_steps = config.total_steps(self.batch, epoch_blocks)
-        self.compile = choose_compile(config.torch_compile, device, self.max_steps * self.batch.accumulation)
-
-        tokenizer = self.data.tokenizer
-        weights = {}  # of the main process alone: it hands them to the others
-        if config.init_from and not self.resumed_from:
-            weights = initial_weights(config.init_from, tokenizer, self.host)
-        model = self.build_model(tokenizer, weights)
-        self.learning_rate = LearningRate(config, self.max_steps)
-        position, wall_seconds = None, 0.0
-        self.evaluation: dict[str, Any] = {}  # the newest, of step `evaluation_step`
-        self.evaluation_step = 0
-        self.callback_states: dict[str, dict[str, Any]] = {}  # of a run that goes on
-        self.skipped_rows: Counter[str] = Counter(self.data.skipped)
-        self.run_id = uuid.uuid4().hex
-        if self.resumed_from:
-            position, wall_seconds = self._restore(self.resumed_from)
-        self.wrap_model()
-        if config.per_device_train_batch_size == AUTO:
-
-            def needed(cut: Batch) -> int:
-                setting = setting_of(config, cut, self.precision.name, shares, device.type)
-                return training_memory(model.config, replace(setting, compiled=self.compile.enabled)).peak
-
-            self.batch, said = fastest_that_fits(self.batch, self.trial, needed, self.host, device, self.raw_optimizer)
-            self.data.description.append(said)
-            self.optimizer.zero_grad()
-        self.batches = iterate(
-            self.data.train,
-            position,
-            rank=accelerator.process_index,
-            world=accelerator.num_processes,
-            num_workers=config.dataloader_num_workers,
-        )
-        self.position = position or self.data.train.start
-        choices = (self.precision, self.compile, device_name(device))
-        target = str(self.run.checkpoint(self.max_steps))
-        setting = setting_of(config, self.batch, self.precision.name, shares, device.type)
-        self.plan = Plan(
-            *(config, model.config, self.batch, self.max_steps, *choices, self.data.description, target),
-            setting=replace(setting, compiled=self.compile.enabled),
-        )
-        self.mfu_callback = MFUCallback(
-            tokens_per_step=self.batch.tokens_per_step,
-            sequence_length=config.sequence_length,
-            precision=self.precision.name,
-            peak_tflops=config.mfu_peak_tflops,
-            warmup_steps=1 if self.compile.enabled else 0,
-        )
-        self.mfu_callback.total_seconds = wall_seconds
-        self.args = CallbackArguments(config, accelerator.num_processes)
-        callbacks = [self.mfu_callback, PerplexityCallback(), *wanted_callbacks(config), *self.callbacks]
-        for callback in callbacks:
-            if isinstance(callback, SampleCallback):
-                callback.around = self.aside
-        restore_callbacks(callbacks, self.callback_states)
-        self.handler = callback_handler(self.args, callbacks, model, tokenizer, self.optimizer)
-        self.control = self.handler.on_init_end(self.args, self.state, self.control)
-        decode = partial(tokenizer.decode, skip_special_tokens=True)
-        self.guard = StepGuard(self.run, self.host, partial(named_documents, self.data.train, decode))
-        self.saver = checkpoint.Saver(self.run, config.save_total_limit, config.max_failed_saves)
-        self.saved_step = self.state.global_step if self.resumed_from else None
-
     def start_run(self) -> None:
         """run.json, and the record that the run starts or goes on."""
         step = self.state.global_step
@@ -385,12 +245,6 @@ class Pretrainer(TrainingStep):
         self._record(**metrics)
         return metrics
 
-    @contextmanager
-    def aside(self) -> Iterator[None]:
-        """For what a callback does with the model: in training's precision, outside its clock."""
-        with self.mfu_callback.stopped(), self.accelerator.autocast():
-            yield
-
     def save(self, at_end: bool = False) -> None:
         """Start a checkpoint of the model as it is: a Hub model folder that is also the point to resume from.
 
@@ -439,70 +293,6 @@ class Pretrainer(TrainingStep):
             # moment waits for the thread with the interpreter in hand, forever.
             time.sleep(0.2)
         self.accelerator.end_training()
-
-    def _prepare_data(self) -> TextData:
-        if (folder := self.resumed_from) is None:
-            return prepare_data(self.config, self.batch.blocks_per_step)
-        saved, data = (read_state(folder, name) for name in ("trainer_state", "data_state"))
-        return prepare_again(self.config, self.batch.blocks_per_step, saved["config"], data["fingerprint"], folder)
-
-    def _restore(self, folder: Path) -> tuple[dict[str, Any], float]:
-        """Weights, optimizer, counters of a checkpoint; returns the text position and the seconds trained so far."""
-        trainer, data = self.host.from_main(
-            lambda: [read_state(folder, name) for name in ("trainer_state", "data_state")]
-        )
-        position, self.changed_text = resumed_position(
-            self.data.train, data["fingerprint"], data["position"], self.config.accept_changed_text
-        )
-        if (then := trainer["config"].get("optim")) != self.config.optim:
-            raise UserError(f"optim={self.config.optim}: {folder} was saved with optim={then}; restore that")
-        model_state.load_model_and_optimizer(folder, self.raw_model, self.raw_optimizer, self.host)
-        if self.accelerator.scaler is not None and trainer["gradient_scaler"]:
-            self.accelerator.scaler.load_state_dict(trainer["gradient_scaler"])
-        self.state.global_step = trainer["step"]
-        self.state.num_input_tokens_seen = trainer["num_input_tokens_seen"]
-        self.evaluation, self.evaluation_step = trainer["evaluation"] or {}, trainer["evaluation_step"]
-        if self.evaluation_step != trainer["step"] and (
-            made_up := self.host.from_main(partial(self.run.evaluation, trainer["step"]))
-        ):
-            self.evaluation, self.evaluation_step = made_up, trainer["step"]
-        self.state.best_metric, self.state.best_global_step = trainer.get("best_metric"), trainer.get("best_step")
-        self.callback_states = trainer.get("callbacks", {})
-        self.run_id, self.skipped_rows = trainer["run_id"], Counter(trainer["skipped_rows"])
-        asked = self.config.per_device_train_batch_size
-        for cut in self.batch.cuts() if trainer["config"]["per_device_train_batch_size"] == asked else []:
-            if cut.micro_batch == trainer.get("micro_batch") and cut.micro_batch < self.batch.micro_batch:
-                logger.warning("micro-batch %d again: memory ran out with more in this run", cut.micro_batch)
-                self.batch = cut
-        if self.max_steps < trainer["step"]:
-            raise UserError(f"max_steps={self.max_steps}: {folder} is at step {trainer['step']}; state more steps")
-        self.changed_settings = changed_settings(trainer["config"], self.config.to_dict())
-        for key, change in self.changed_settings.items():
-            logger.warning("%s is %s from here on; it was %s", key, change["to"], change["from"])
-        self.learning_rate = LearningRate(self.config, **trainer["schedule"])
-        if said := self.learning_rate.go_on(trainer["step"], self.max_steps, self.config.lr_schedule_on_resume):
-            logger.warning(said)
-        return position, trainer["wall_seconds"]
-
-    def _trainer_state(self) -> dict[str, Any]:
-        scaler = self.accelerator.scaler
-        return {
-            "run_id": self.run_id,
-            "step": self.state.global_step,
-            "num_input_tokens_seen": self.state.num_input_tokens_seen,
-            "wall_seconds": self.mfu_callback.total_seconds,
-            "schedule": self.learning_rate.state(),
-            "random_numbers": "seeded by (seed, step, process) at every step",
-            "config": self.config.to_dict(),
-            "micro_batch": self.batch.micro_batch,
-            "gradient_scaler": scaler.state_dict() if scaler is not None else None,
-            "skipped_rows": dict(self.skipped_rows),
-            "evaluation": self.evaluation if math.isfinite(self.evaluation.get("eval_perplexity", math.nan)) else None,
-            "evaluation_step": self.evaluation_step,
-            "best_metric": self.state.best_metric,
-            "best_step": self.state.best_global_step,
-            "callbacks": callback_states(self.handler.callbacks),
-        }
 
     def _record(self, **values: Any) -> None:
         self.run.record(

@@ -224,7 +224,7 @@ run_recipe(lambda: Pretrainer(PretrainConfig.from_cli()).train())
             "os._exit(3)",
             "process 1 of 2 has not started; ended",
         ),
-        ("if os.environ['RANK'] == '0': hfgpt.trainer.prepare_data = fails", "raise Odd('odd', code=3)", "process 0 "),
+        ("if os.environ['RANK'] == '0': hfgpt.prepared.prepare_data = fails", "raise Odd('odd', code=3)", "process 0 "),
     ],
 )
 def test_what_ends_one_process_at_the_start_is_told_too(failing, tmp_path, where, what, told):
@@ -253,8 +253,8 @@ class Broken:
     def close(self): self.batches.close()
 
 import hfgpt.errors
-iterate = hfgpt.trainer.iterate
-if os.environ["RANK"] == "1": hfgpt.trainer.iterate = lambda *a, **k: Broken(iterate(*a, **k))
+iterate = hfgpt.prepared.iterate
+if os.environ["RANK"] == "1": hfgpt.prepared.iterate = lambda *a, **k: Broken(iterate(*a, **k))
 """
     _, last = failing(STARTING.format(where=broken, what="pass"))
     assert last == (

@@ -177,6 +177,6 @@ def test_auto_needs_the_step_stated(config):
 
 
 def test_the_plan_is_that_of_what_was_found(config, monkeypatch):
-    monkeypatch.setattr("hfgpt.trainer.fastest_that_fits", lambda *_: (Batch(4, 16, 4, 1), "micro-batch: found"))
+    monkeypatch.setattr("hfgpt.prepared.fastest_that_fits", lambda *_: (Batch(4, 16, 4, 1), "micro-batch: found"))
     found = run(Pretrainer, config, per_device_train_batch_size="auto")
     assert found.plan.setting.micro_batch == 4 and found.plan.batch == found.batch == Batch(4, 16, 4, 1)
