@@ -132,7 +132,7 @@ def _read(source: str, limit: int | None, tokenizer: Any) -> tuple[list[Example]
     """The examples, and `dataset`, `dataset_split`, `dataset_revision` that say where they are from."""
     place: dict[str, Any] = {"dataset": source}
     if (found := local_files(source)) is not None:
-        files, place["dataset"] = found[0], Path(source).name
+        files, place["dataset"] = found[0], Path(source).expanduser().absolute().name
     else:
         files, commit = hub_files(source, None, SPLIT, None, PATIENCE_SECONDS)
         place |= {"dataset_split": SPLIT, "dataset_revision": commit}

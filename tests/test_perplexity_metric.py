@@ -118,7 +118,7 @@ def test_a_likelihood_of_nothing_is_infinite_not_an_error(metric):
         figures(0.0, 0)
 
 
-def trainer_of(model, metric, output_dir, batch_size, **options) -> Trainer:
+def trainer_of(model, metric, output_dir, batch_size, compute_metrics=None, **options) -> Trainer:
     arguments = TrainingArguments(
         output_dir=str(output_dir),
         per_device_eval_batch_size=batch_size,
@@ -134,7 +134,8 @@ def trainer_of(model, metric, output_dir, batch_size, **options) -> Trainer:
         data_collator=collated,
         eval_dataset=[{"row": row} for row in rows()],
         preprocess_logits_for_metrics=metric.token_nll,
-        compute_metrics=lambda p: metric.compute(predictions=p.predictions, references=p.label_ids),
+        compute_metrics=compute_metrics
+        or (lambda p: metric.compute(predictions=p.predictions, references=p.label_ids)),
     )
 
 
@@ -154,9 +155,16 @@ def test_the_trainer_of_transformers_reports_a_plain_loop(model, metric, tmp_pat
     assert kept.predictions.shape == (len(LENGTHS), max(LENGTHS))  # one number a token, no logits
 
 
-def test_a_compute_in_parts_is_the_same(model, metric, tmp_path):
+@pytest.mark.parametrize("option", ["eval_accumulation_steps", "batch_eval_metrics"])
+def test_a_trainer_that_gathers_in_parts_reports_the_same(model, metric, tmp_path, option):
+    def in_parts(p, compute_result):
+        metric.add_batch(predictions=p.predictions, references=p.label_ids)
+        return metric.compute() if compute_result else {}
+
     total, tokens = plain_loop(model)
-    found = trainer_of(model, metric, tmp_path, 2, eval_accumulation_steps=1).evaluate()
+    compute = in_parts if option == "batch_eval_metrics" else None
+    found = trainer_of(model, metric, tmp_path, 2, compute, **{option: 1}).evaluate()
+    assert found["eval_tokens"] == tokens
     assert found["eval_perplexity"] == pytest.approx(math.exp(total / tokens), rel=1e-6)
 
 
