@@ -87,6 +87,14 @@ class HostGroup:
             timeout = timedelta(seconds=self.timeout_seconds)
             self._group = dist.group.WORLD if gloo else dist.new_group(backend="gloo", timeout=timeout)
 
+    def leave(self) -> None:
+        """To be called before the group is freed: gloo's thread needs the interpreter once more for its last work.
+
+        A group that is freed in that moment waits for the thread with the interpreter in hand, forever.
+        """
+        if self.world > 1:
+            time.sleep(0.2)
+
     def gather(self, value: T) -> list[T]:
         """Each process's value, in rank order, on every process."""
         if self.world == 1:

@@ -114,6 +114,7 @@ def evaluate_checkpoint(
         began = time.perf_counter()
         found = measure(subject)
         seconds = time.perf_counter() - began
+        host.leave()
         accelerator.end_training()
     return {
         "checkpoint": checkpoint,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from functools import partial
@@ -288,10 +287,7 @@ class Pretrainer(PreparedRun):
         self.ended = True
         if self.skipped_rows and self.accelerator.is_main_process:
             print(f"rows of text left out: {told_counts(self.skipped_rows)}", flush=True)
-        if self.accelerator.num_processes > 1:
-            # gloo's thread needs the interpreter once more to let go of its last work. A group that is freed in that
-            # moment waits for the thread with the interpreter in hand, forever.
-            time.sleep(0.2)
+        self.host.leave()
         self.accelerator.end_training()
 
     def _record(self, **values: Any) -> None:
