@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import time
+from functools import cache
 from importlib.resources import files
 from typing import NamedTuple
 
@@ -67,8 +68,16 @@ def mfu(tokens_per_second: float, flops_per_token: float, peak_tflops: float, de
 
 
 def device_peak(device: torch.device, precision: str) -> Peak:
-    """The device's dense rate in `precision` ("bf16", "fp16", "no"): rated if in the table, else measured."""
-    return rated_device_peak(device, precision) or measure_matmul_tflops(device, precision)
+    """The device's dense rate in `precision` ("bf16", "fp16", "no"): rated if in the table, else measured, once."""
+    if rated := rated_device_peak(device, precision):
+        return rated
+    way = device_name(device), torch.get_num_threads(), torch.get_float32_matmul_precision()
+    return _measured(device, precision, *way)  # anew where one of these has changed
+
+
+@cache
+def _measured(device: torch.device, precision: str, *way: object) -> Peak:
+    return measure_matmul_tflops(device, precision)
 
 
 def rated_device_peak(device: torch.device, precision: str) -> Peak | None:
