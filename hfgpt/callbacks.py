@@ -291,6 +291,14 @@ def wanted_callbacks(config: PretrainConfig) -> list[TrainerCallback]:
     return wanted
 
 
+def why_stopped(callbacks: list[TrainerCallback]) -> str:
+    """What a callback has ended a run for, in words."""
+    for one in callbacks:
+        if isinstance(one, EarlyStoppingCallback) and one.early_stopping_patience_counter:
+            return f"no better loss in {one.early_stopping_patience_counter} evaluations"
+    return "a callback asked for it"
+
+
 def callback_states(callbacks: list[TrainerCallback]) -> dict[str, dict[str, Any]]:
     """What callbacks have counted so far, by the name of their class."""
     return {type(one).__name__: one.state()["attributes"] for one in callbacks if isinstance(one, ExportableState)}

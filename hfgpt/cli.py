@@ -15,6 +15,7 @@ from hfgpt import __version__
 from hfgpt.ending import run_recipe
 from hfgpt.errors import RunError, UserError
 
+INTERRUPTED = 130  # what typer returns after Ctrl-C
 Dtype = Literal["float32", "bfloat16", "float16"]
 
 app = typer.Typer(
@@ -33,8 +34,9 @@ def main() -> None:
 
 def _run_app() -> None:
     try:
-        app(sys.argv[1:] or ["--help"], standalone_mode=False)
-    except typer.Abort as error:
+        if app(sys.argv[1:] or ["--help"], standalone_mode=False) == INTERRUPTED:
+            raise KeyboardInterrupt
+    except typer.Abort as error:  # older versions
         raise KeyboardInterrupt from error
     except Exception as error:
         # Wrong use of the command line. Which module holds click's exceptions depends on the typer version.
@@ -76,6 +78,8 @@ def generate(
     from hfgpt import generation
 
     _quiet_transformers()
+    if "-" in (prompt or []) and sys.stdin is None:
+        raise UserError("prompt -: standard input is closed; give a text, or --prompt_file")
     prompts = [sys.stdin.read().removesuffix("\n") if text == "-" else text for text in prompt or []]
     if prompt_file:
         prompts += generation.read_prompts(prompt_file)
@@ -147,6 +151,10 @@ def evaluate(
     stated |= {} if task is None else {"by_document": by_document, "eval_tokens": eval_tokens}
     if strange := [name for name, value in stated.items() if value is not None]:
         raise UserError(f"{', '.join(strange)}: {'of --task alone' if task is None else f'not for --task {task}'}")
+    if record:
+        from hfgpt.recorded import check_recordable, record_evaluation
+
+        check_recordable(checkpoint)
     measure: Any
     if task is None:
         source = {"dataset": dataset, "name": dataset_name, "split": dataset_split, "revision": dataset_revision}
@@ -162,8 +170,6 @@ def evaluate(
         return
     print(json.dumps(facts, indent=2) if as_json else "\n".join(_lines(facts)))
     if record:
-        from hfgpt.recorded import record_evaluation
-
         print(f"recorded in {record_evaluation(checkpoint, task or 'text', facts)}", file=sys.stderr)
 
 

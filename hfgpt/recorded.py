@@ -30,15 +30,21 @@ def record_evaluation(folder: str | Path, task: str, found: Mapping[str, Any]) -
     Raises UserError for a folder that is no checkpoint of a run, or not what was written, and where it cannot write.
     """
     assert all(key in found for key in TASKS[task]), f"{task} has {', '.join(TASKS[task])}"
+    about = check_recordable(folder)
+    run = RunFolder(Path(folder).resolve().parent)
+    run.record_evaluation(**{**found, **about, "task": task})
+    return run.evaluations
+
+
+def check_recordable(folder: str | Path) -> dict[str, Any]:
+    """What a record says of its checkpoint: name, step, hash of its weights. Raises UserError where it cannot be."""
     where, folder = f"checkpoint {folder}", Path(folder).resolve()
-    run = RunFolder(folder.parent)
+    run = RunFolder(folder.parent, writes=False)
     if (weights := _weights(folder)) is None or (trainer := _trainer(folder, run)) is None:
         raise UserError(f"{where}: not a checkpoint in the folder of its run, where a record could be kept")
     if file_facts(folder / WEIGHTS)["xxh3_128"] != weights:
         raise UserError(f"{where}: {WEIGHTS} is not what {MANIFEST} says; take another checkpoint")
-    about = {"checkpoint": folder.name, "step": trainer["step"], "weights": weights, "task": task}
-    run.record_evaluation(**{**found, **about})
-    return run.evaluations
+    return {"checkpoint": folder.name, "step": trainer["step"], "weights": weights}
 
 
 def recorded_evaluations(folder: str | Path) -> list[dict[str, Any]]:

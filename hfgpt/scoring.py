@@ -209,12 +209,17 @@ def read_text(tokenizer: Any, source: dict[str, Any], eval_tokens: int | None, b
     """
     encoder, opened, skipped = Encoder(tokenizer), open_source(**source), Counter[str]()
     bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
-    encoder.separator_id = eos if bos is None else bos
+    start = eos if bos is None else bos
+    encoder.separator_id = 0 if start is None else start  # else it would add line ends to the text
+    newline = encoder.encode(["\n"])[0][1:] if start is None else np.zeros(0, np.int32)
     alone = (bos is not None and bos != eos) if by_document is None else by_document
     pieces: list[np.ndarray] = []
-    text_bytes, targets = 0, 0
+    text_bytes, targets, ended = 0, 0, True
     for document in documents_of(opened, opened.units, skipped):
         [ids] = encoder.encode([document])
+        if start is None:
+            ids = np.concatenate([newline[: 0 if ended or alone else None], ids[1:]])
+        ended = document.endswith("\n")
         text_bytes += len(document.encode())
         targets += len(ids) - (alone or not pieces)
         pieces.append(ids)
@@ -228,7 +233,7 @@ def read_text(tokenizer: Any, source: dict[str, Any], eval_tokens: int | None, b
         raise UserError(f"dataset={source['dataset']}: no token to score; give more text")
     byte_lengths = token_byte_lengths(tokenizer)
     scored_bytes = None if byte_lengths is None else int(byte_lengths[scored].sum())
-    is_whole = len(scored) == targets and encoder.separator_id is not None
+    is_whole = len(scored) == targets and start is not None
     if scored_bytes is None and is_whole:
         scored_bytes = text_bytes
     commit = opened.fingerprint.get("commit")
@@ -240,13 +245,15 @@ def read_text(tokenizer: Any, source: dict[str, Any], eval_tokens: int | None, b
         "documents": len(pieces),
         "left_out": dict(skipped),
         "joined": "each document on its own" if alone else "documents one after another, as in training",
-        "start_token": _told_start(tokenizer, encoder.separator_id, alone),
+        "start_token": _told_start(tokenizer, start, alone),
     }
     return Text(tokens, lengths, scored_bytes, facts)
 
 
 def _told_start(tokenizer: Any, start: int | None, alone: bool) -> str:
     if start is None:
-        return f"none; the first token of {'each document' if alone else 'the text'} is not scored"
+        if alone:
+            return "none; the first token of each document is not scored"
+        return "none; the first token of the text is not scored; a line end between documents that have none, scored"
     scored = "never scored" if alone else "scored except the first"
     return f"{tokenizer.convert_ids_to_tokens(start)} ({start}) before each document; {scored}"

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from hfgpt import checkpoint, model_state
+from hfgpt.callbacks import why_stopped
 from hfgpt.data import told_counts
 from hfgpt.data.stream import StepBatch, batch_hash, side_by_side
 from hfgpt.device import peak_memory_bytes
@@ -57,11 +58,14 @@ class Pretrainer(PreparedRun):
             self.control = self.handler.on_step_begin(self.args, self.state, self.control)
             self.after_step(whole, self.take_step(mine.blocks, self.state.global_step + 1))
         if self.state.global_step < self.max_steps and self.accelerator.is_main_process:
-            print(f"ended at step {self.state.global_step} of {self.max_steps}, as a callback asked for it", flush=True)
+            why = why_stopped(self.handler.callbacks)
+            print(f"ended at step {self.state.global_step} of {self.max_steps}: {why}", flush=True)
         missing = self.config.eval_steps and self.evaluation_step != self.max_steps == self.state.global_step
         if missing and self.evaluate() is None:  # a signal broke it off before, and the checkpoint says so
             self.stop(next(filter(None, self.host.gather(self.signals.fault()))))
         self.finish()
+        if self.saver.failures:
+            raise RunError(f"the checkpoint of step {self.state.global_step} could not be written; {self._way_on()}")
 
     def next_batch(self) -> tuple[StepBatch, StepBatch]:
         """The next step's blocks: this process's share, and the whole of all processes.
@@ -114,7 +118,7 @@ class Pretrainer(PreparedRun):
         raise RunError(message, getattr(fault, "exit_code", 1))
 
     def _way_on(self) -> str:
-        if self.saved_step is None:
+        if self.saved_step is None or (self.saver.failures and not self.run.checkpoints()):
             return "no checkpoint has been written"
         return "continue with --resume_from_checkpoint latest"
 

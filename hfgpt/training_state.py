@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,10 @@ def read_state(folder: Path, name: str) -> dict[str, Any]:
 
 
 def _misformed(value: Any, form: dict[str, Any]) -> list[str]:
-    """Keys of `value` that are missing, or not of the form asked for; numbers are finite, 0 or more, below 2^63."""
+    """Keys of `value` that are missing, or not of the form asked for.
+
+    Numbers are finite and 0 or more, whole ones below 2^63.
+    """
     if not isinstance(value, dict):
         return ["not an object"]
     wrong = []
@@ -53,7 +57,7 @@ def _misformed(value: Any, form: dict[str, Any]) -> list[str]:
         if kind is Counter and isinstance(inner, dict):
             kind, numbers = dict, [count if isinstance(count, int) else -1 for count in inner.values()]
         is_fine = key in value and isinstance(inner, kind) and not isinstance(inner, bool)
-        if not is_fine or not all(0 <= number < 2**63 for number in numbers):
+        if not is_fine or not all(0 <= number < (2**63 if isinstance(number, int) else math.inf) for number in numbers):
             wrong.append(key)
     return wrong
 

@@ -351,3 +351,19 @@ def test_a_file_that_holds_no_prompts_is_refused(tmp_path, name, content, told):
 
 def letters_of(folder):
     return load_checkpoint(folder, torch.device("cpu"))[1]
+
+
+def test_a_closed_standard_input_is_told_and_ctrl_c_has_its_code(capsys, monkeypatch, checkpoint):
+    monkeypatch.setattr("sys.argv", ["hfgpt", "generate", str(checkpoint), "--prompt", "-"])
+    monkeypatch.setattr("sys.stdin", None)
+    with pytest.raises(UserError, match="standard input is closed"):
+        cli._run_app()
+
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("sys.argv", ["hfgpt", "generate", str(checkpoint)])
+    monkeypatch.setattr(generation, "generate", interrupted)
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 130

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -13,9 +14,10 @@ from running import ROOT, StopAt, records, trained
 from safetensors.torch import load_file
 from transformers import EarlyStoppingCallback
 
+from hfgpt import checkpoint
 from hfgpt import trainer as trainer_module
 from hfgpt.callbacks import SampleCallback
-from hfgpt.errors import UserError
+from hfgpt.errors import RunError, UserError
 from hfgpt.evaluation import evaluate
 
 
@@ -81,6 +83,23 @@ def test_a_loss_that_is_not_finite_is_never_the_best(config, scripted):
     assert names(run) == ["checkpoint-4", "checkpoint-6"] and best(run) == "checkpoint-4"
 
 
+def test_a_loss_as_large_as_it_likes_is_saved_and_gone_on_from(config, scripted):
+    scripted(50.0, 60.0)  # perplexities beyond any whole number of 64 bits
+    trained(config(eval_steps=6))
+    again = trained(config(eval_steps=6, max_steps=8, resume_from_checkpoint="latest"))
+    assert again.state.global_step == 8 and best(again) == "checkpoint-6"
+
+
+def test_a_run_whose_last_checkpoint_fails_ends_with_an_error(config, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    settings = config(save_steps=0)
+    monkeypatch.setattr(checkpoint, "write_checkpoint", full)
+    with pytest.raises(RunError, match=r"checkpoint of step 6 could not be written; no checkpoint has been written"):
+        trained(settings)
+
+
 @pytest.mark.parametrize("by_flag", [True, False])
 def test_patience_ends_the_run_early_with_a_checkpoint(config, scripted, capsys, by_flag):
     scripted(3.0, 2.0, 2.5, 2.6, 1.0)
@@ -88,7 +107,7 @@ def test_patience_ends_the_run_early_with_a_checkpoint(config, scripted, capsys,
     run = trained(config(eval_steps=1, save_steps=0, **flag), *callbacks)
     assert run.state.global_step == 4 and names(run) == ["checkpoint-4"]
     assert records(run, "event")[-1]["event"] == "end" and records(run, "event")[-1]["fault"] is None
-    assert "ended at step 4 of 6" in capsys.readouterr().out
+    assert "ended at step 4 of 6: no better loss in 2 evaluations" in capsys.readouterr().out
 
 
 def test_patience_counts_on_over_a_resume(config, scripted):
@@ -156,7 +175,13 @@ def test_two_processes_that_share_the_model_watch_as_one_does(tmp_path, document
         flags += ["--tokens_per_step", "256", "--per_device_train_batch_size", "4", "--torch_compile", "false"]
         flags += ["--eval_steps", "2", "--eval_train", "true", "--sample_steps", "4", "--sample_prompt", "document"]
         flags += ["--save_best", "true", "--mixed_precision", "no", "--output_dir", str(tmp_path / name)]
-        command = ["accelerate", "launch", "--config_file", str(ROOT / "accelerate_configs" / f"{name}.yaml")]
+        command = [
+            sys.executable,
+            "-m",
+            "accelerate.commands.launch",
+            "--config_file",
+            str(ROOT / "accelerate_configs" / f"{name}.yaml"),
+        ]
         command += ["--num_processes", "2"] if name != "cpu" else []
         done = subprocess.run(
             [*command, str(ROOT / "recipes" / "quickstart.py"), *flags],

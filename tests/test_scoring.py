@@ -243,6 +243,16 @@ def test_characters_have_no_start_token_and_it_is_said(tmp_path):
     found = evaluated(tmp_path / "model", tmp_path / "t.txt")
     assert found["scored_tokens"] == len(text) - 1 and found["start_token"].startswith("none; the first token")
     assert found["scored_bytes"] == len(text.encode()) - 2
+    for documents, joined in ((["ab", "b\n", "a"], "ab\nb\na"), (["ab"], "ab")):  # a line end between, none at the end
+        path = written(tmp_path / "t.jsonl", documents)
+        ids = stock_tokenizer(tmp_path / "model")(joined)["input_ids"]
+        nll, scored = plain_nll(tmp_path / "model", [ids], 16, 16)
+        found = evaluated(tmp_path / "model", path)
+        assert found["scored_tokens"] == scored == len(joined) - 1 == found["scored_bytes"]
+        assert found["loss"] == pytest.approx(nll / scored, rel=1e-6)
+        assert evaluated(tmp_path / "model", path, by_document=True)["scored_tokens"] == sum(map(len, documents)) - len(
+            documents
+        )
 
 
 def test_a_limit_scores_so_many_tokens_and_their_bytes(folder, tmp_path):
@@ -262,6 +272,7 @@ def test_a_limit_scores_so_many_tokens_and_their_bytes(folder, tmp_path):
         (["--dataset", "nowhere.txt"], "nowhere.txt"),
         (["--dataset", "TEXT", "--text_column", "body"], "text_column"),
         (["--dataset", "TEXT", "--task", "arc"], "arc"),
+        (["--dataset", "TEXT", "--record"], "not a checkpoint in the folder of its run"),
     ],
 )
 def test_wrong_use_is_told(folder, tmp_path, monkeypatch, flags, told):

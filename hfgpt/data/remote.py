@@ -189,6 +189,8 @@ def model_files(name: str, setting: str = "init_from=") -> Path:
 
     if Path(name).exists():
         return Path(name)
+    if name.count("/") > 1 or name.startswith((".", "/", "~")):
+        raise UserError(f"{setting}{name}: no such file or folder")
     repository, _, revision = name.partition("@")
     wanted = ("config.json", "generation_config.json", "tokenizer*.json", "vocab.json", "merges.txt")
     weights = ("model*.safetensors", "model.safetensors.index.json")
