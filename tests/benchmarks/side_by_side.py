@@ -126,7 +126,7 @@ def ratios(found: dict[str, Rounds], ours: str, clock: str = "wall") -> dict[str
 def told(found: dict[str, Rounds], ours: str) -> Iterable[str]:
     """The table that is printed: milliseconds per step, and the ratios by both clocks."""
     by_clock = {clock: ratios(found, ours, clock) for clock in ("wall", "process")}
-    yield f"  {'candidate':34} {'ms a step':>10}   ours is so many times faster: wall (least to most), CPU time"
+    yield f"  {'candidate':34} {'ms a step':>10}   {ours} is so many times faster: wall (least to most), CPU time"
     for name, rounds in found.items():
         middle = 1e3 * statistics.median(one["wall"] for one in rounds)
         line = f"  {name:34} {middle:10.2f}"

@@ -5,8 +5,8 @@
 
 Each candidate is a process that trains the same shape of model on the same kind of random tokens, with the same batch,
 clipping and AdamW; ours is what a recipe runs, text, records and all. On a CPU the candidates take turns; on a card
-each runs alone, as they would not fit together, and MFU is given too. Ratios are those of each round, so that other work on
-the machine, which slows all of a round, weighs little; with `--threads 1` CPU time serves on a busy machine.
+each runs alone, as they would not fit together, and MFU is given too. Ratios are those of each round, so that other
+work on the machine, which slows all of a round, weighs little; with `--threads 1` CPU time serves on a busy machine.
 """
 
 from __future__ import annotations
