@@ -13,11 +13,12 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
+import torch
 import torch.nn.functional as F
 from transformers import GPT2Config
 
 from hfgpt.flops import parameter_counts
-from hfgpt.modeling_hfgpt import HEAD_CHUNK_SIZE
+from hfgpt.modeling_hfgpt import HEAD_CHUNK_SIZE, products_are_faster
 
 CUBLAS_WORKSPACE_BYTES = 32 * 2**20  # torch's documentation of CUBLAS_WORKSPACE_CONFIG, for Hopper; others 8 MiB
 
@@ -178,7 +179,17 @@ def _block_bytes(config: GPT2Config, setting: Setting) -> int:
     # A mask of documents becomes one of numbers, but for flex attention.
     flex = setting.compiled and setting.device == "cuda" and config.attn_pdrop == 0
     mask = width * setting.sequence_length if setting.document_masking and not flex else 0
-    return norms + products + 4 * config.n_head + mask + _dropout_bytes(config, setting)
+    attention = 4 * config.n_head
+    if _keeps_probabilities(config, setting):  # and the scores, with maximum and sum of each row
+        attention = 2 * config.n_head * (width * setting.sequence_length + 4)
+    return norms + products + attention + mask + _dropout_bytes(config, setting)
+
+
+def _keeps_probabilities(config: GPT2Config, setting: Setting) -> bool:
+    """As `modeling_hfgpt.Attention` decides."""
+    dtype = torch.bfloat16 if setting.precision == "bf16" else torch.float32
+    plain = setting.compiled and not setting.document_masking and not config.attn_pdrop
+    return plain and setting.device == "cpu" and products_are_faster(dtype, setting.sequence_length)
 
 
 def _dropout_bytes(config: GPT2Config, setting: Setting) -> int:

@@ -32,6 +32,7 @@ from hfgpt.errors import UserError
 _GENERATION_ARGS = inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
 CACHE_NAME = "cache" if "cache" in _GENERATION_ARGS else "past_key_values"
 HEAD_CHUNK_SIZE = 1024  # tokens whose logits exist at a time in the loss of a model that is not compiled
+PRODUCT_ATTENTION_LENGTH = 512  # up to which `product_attention` is the faster one
 
 
 class Attention(nn.Module):
@@ -54,9 +55,45 @@ class Attention(nn.Module):
         dropout, causal = self.dropout if self.training else 0.0, mask is None and T > 1
         if isinstance(mask, BlockMask):
             y_BHTD = flex_attention(q, k, v, block_mask=mask, scale=self.scale)
+        elif causal and not dropout and _is_compiled_for_cpu(q) and products_are_faster(q.dtype, T):
+            y_BHTD = product_attention(q, k, v, self.scale)
         else:
             y_BHTD = F.scaled_dot_product_attention(q, k, v, mask, dropout, causal, scale=self.scale)
         return self.resid_dropout(self.c_proj(y_BHTD.transpose(1, 2).reshape(B, T, C)))
+
+
+def _is_compiled_for_cpu(x: Tensor) -> bool:
+    """Where torch's own kernels are slower than the code that its compiler makes of their formula."""
+    return x.device.type == "cpu" and torch.compiler.is_compiling()
+
+
+def products_are_faster(dtype: torch.dtype, T: int) -> bool:
+    """Whether a compiled model on a CPU takes `product_attention`. In float32 both forms take the same time."""
+    return dtype == torch.bfloat16 and T <= PRODUCT_ATTENTION_LENGTH
+
+
+def product_attention(q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, scale: float) -> Tensor:
+    """Causal attention (B, H, T, D) as two plain products, which keeps the probabilities (B, H, T, T).
+
+    In bf16, compiled on a CPU, forward and backward take 0.2 of the time of torch's fused form at T = 64, 0.7 at 256,
+    0.45 at 512, and 1.6 at 1,024.
+    """
+    T = q_BHTD.shape[-2]
+    future = torch.ones(T, T, dtype=torch.bool, device=q_BHTD.device).triu(1)
+    scores = (q_BHTD * scale) @ k_BHTD.transpose(-1, -2)
+    probabilities = scores.masked_fill(future, -math.inf).softmax(-1, dtype=torch.float32)
+    return probabilities.to(v_BHTD.dtype) @ v_BHTD
+
+
+class GELU(nn.Module):
+    """GPT-2's `gelu_new`, 0.5 x (1 + tanh u) with u = sqrt(2 / pi) (x + 0.044715 x^3)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not _is_compiled_for_cpu(x):
+            return F.gelu(x, approximate="tanh")
+        # The same function is x sigmoid(2 u), and a vectorised exp is faster than a tanh.
+        x32 = x.float()
+        return (x32 * torch.sigmoid(math.sqrt(8 / math.pi) * (x32 + 0.044715 * x32**3))).to(x.dtype)
 
 
 class MLP(nn.Module):
@@ -67,7 +104,7 @@ class MLP(nn.Module):
         self.c_proj = Conv1D(config.n_embd, inner)
         self.c_proj.is_residual = True
         name = config.activation_function
-        self.act = ACT2FN["gelu_pytorch_tanh" if name == "gelu_new" else name]  # the same function in one kernel
+        self.act = GELU() if name in ("gelu_new", "gelu_pytorch_tanh") else ACT2FN[name]
         self.dropout = nn.Dropout(config.resid_pdrop)
 
     def forward(self, x_BTC: Tensor) -> Tensor:

@@ -15,12 +15,13 @@ from accelerate import Accelerator
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 from transformers import GPT2LMHeadModel as StockGPT2
+from transformers.activations import ACT2FN
 
 from hfgpt import PerplexityCallback, modeling_hfgpt
 from hfgpt.configuration_hfgpt import MODEL_SIZES, model_config
 from hfgpt.errors import UserError
 from hfgpt.flops import parameter_counts
-from hfgpt.modeling_hfgpt import GPT2LMHeadModel, document_attention, head_loss
+from hfgpt.modeling_hfgpt import GELU, GPT2LMHeadModel, document_attention, head_loss, product_attention
 from hfgpt.optim import parameter_groups
 
 V, T = 97, 32
@@ -341,6 +342,30 @@ def test_compiled_in_place_the_keys_are_clean_and_graphs_few(tmp_path, ids):
     assert len(calls) == 2  # one for training, one for evaluation
     assert not any("_orig_mod" in key or key.startswith("module.") for key in model.state_dict())
     reloaded(model.eval(), tmp_path)
+
+
+def test_the_forms_that_a_compiled_cpu_model_takes_are_the_same_functions():
+    """GELU within 1e-6 of transformers' own in float32, attention equal to torch's, both with their gradients."""
+    x = (4 * torch.randn(4000, generator=torch.Generator().manual_seed(0))).requires_grad_()
+    outputs = [torch.compile(GELU(), backend="eager", fullgraph=True)(x), ACT2FN["gelu_new"](x)]
+    torch.testing.assert_close(*outputs, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(*(torch.autograd.grad(y.sum(), x)[0] for y in outputs), rtol=1e-6, atol=2e-6)
+    qkv = [torch.randn(2, 3, 20, 8, requires_grad=True) for _ in range(3)]
+    outputs = [product_attention(*qkv, 0.3), F.scaled_dot_product_attention(*qkv, is_causal=True, scale=0.3)]
+    torch.testing.assert_close(*outputs)
+    for one, two in zip(*(torch.autograd.grad(y.square().sum(), qkv) for y in outputs), strict=True):
+        torch.testing.assert_close(one, two)
+
+
+def test_a_compiled_bf16_model_multiplies_and_gives_the_same_loss(ids, monkeypatch):
+    model = tiny()
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = model(input_ids=ids, labels=ids).loss
+        taken = []
+        monkeypatch.setattr(modeling_hfgpt, "product_attention", lambda *a: taken.append(1) or product_attention(*a))
+        loss = torch.compile(model, backend="eager")(input_ids=ids, labels=ids).loss
+    assert taken
+    assert loss.item() == pytest.approx(expected.item(), abs=2e-3)
 
 
 def test_one_compiled_block_does_not_change_the_keys(tmp_path):

@@ -45,7 +45,7 @@ def test_each_update_is_torchs_own():
     rest = [p for p in other.parameters() if all(p is not matrix for matrix in matrices)]
     groups = [{"params": [p for p in rest if p.dim() > 1], "weight_decay": 0.2}]
     groups += [{"params": [p for p in rest if p.dim() == 1], "weight_decay": 0.0}]
-    muon = torch.optim.Muon(matrices, 3e-2, 0.2, adjust_lr_fn="match_rms_adamw")
+    muon = torch.optim.Muon(matrices, 3e-2, 0.2, momentum=0.9, adjust_lr_fn="match_rms_adamw")
     adamw = torch.optim.AdamW(groups, 1e-2, (0.9, 0.95), fused=True)
     for seed in range(3):
         step(model, optimizer, seed)

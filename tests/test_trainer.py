@@ -101,6 +101,23 @@ def test_evaluation_does_not_disturb_training(config):
     assert same_weights(often, never)
 
 
+def test_evaluations_the_end_and_a_resume_compile_nothing_more(config, monkeypatch):  # C49
+    graphs, plain = [], torch.nn.Module.compile
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda model, **options: plain(model, backend=backend, **options))
+    torch._dynamo.reset()
+    run = {"torch_compile": True, "eval_steps": 2, "num_train_epochs": None}
+    trained(config(max_steps=5, **run))
+    assert len(graphs) == 2  # one for training, one for evaluation
+    torch._dynamo.reset()
+    trained(config(max_steps=9, resume_from_checkpoint="latest", **run))
+    assert len(graphs) == 4  # a new process compiles the same two
+
+
 def test_checkpoint_is_a_hub_folder_and_holds_no_pickle(config):
     pretrainer = trained(config(eval_steps=3))
     folder = pretrainer.run.path / "checkpoint-latest"

@@ -1,4 +1,4 @@
-"""How long training stands still for a checkpoint, in steps: python tests/benchmarks/saving.py [--rounds N]
+"""How long training stands still for a checkpoint, in steps: python tests/benchmarks/checkpoint_stall.py [--rounds N]
 
 Saves in turn beside training, as runs do, and blocking: until all is on disk. All ratios are to the median step without
 a save of the same run. Every setting is a flag; the defaults make a 124M model and a step of a few seconds.
@@ -15,6 +15,7 @@ from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+from side_by_side import keep, machine
 from transformers import TrainerCallback
 
 from hfgpt import PretrainConfig, Pretrainer, checkpoint
@@ -94,7 +95,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False, add_help=False)
     parser.add_argument("--rounds", type=int, default=3)
     options, settings = parser.parse_known_args()
-    small = default_device().type == "cpu"
+    facts, small = machine(), default_device().type == "cpu"
     with tempfile.TemporaryDirectory() as folder:
         defaults = {"output_dir": folder, "model": "gpt2-125m", "tokenizer": "bpe-50257", "max_steps": 100_000}
         defaults |= {"save_steps": 0, "eval_steps": 0, "logging_steps": 100_000, "save_total_limit": 1}
@@ -104,6 +105,7 @@ def main() -> None:
         checkpoint.write_checkpoint = pretrainer.write
         pretrainer.train()
     report(pretrainer)
+    keep("checkpoint_stall", facts, {"seconds": pretrainer.seconds, "bytes": pretrainer.bytes})
 
 
 def report(pretrainer: TimedPretrainer) -> None:
