@@ -7,6 +7,7 @@ import ctypes
 import importlib.util
 import os
 import platform
+import re
 import resource
 import shutil
 import sys
@@ -126,6 +127,16 @@ def choose_compile(requested: str | bool, device: torch.device, forward_passes: 
     if not missing and device.type == "cpu" and forward_passes < SHORT_RUN_FORWARD_PASSES:
         missing = f"{forward_passes} forward passes, fewer than {SHORT_RUN_FORWARD_PASSES}, do not repay compilation"
     return CompileChoice(not missing, missing or "a compiler is at hand and the run is long enough")
+
+
+def remove_broken_code(error: Exception) -> Path | None:
+    """The compiled file that `error` says cannot be loaded, removed: a process killed in mid-compilation left it."""
+    found = re.search(r"(/\S+\.so): (?:file too short|invalid ELF header|cannot read file data)", str(error))
+    if found is None or type(error).__name__ != "InductorError":
+        return None
+    broken = Path(found[1])
+    broken.unlink(missing_ok=True)
+    return broken
 
 
 def _missing_for_compile(device: torch.device) -> str | None:

@@ -178,3 +178,20 @@ def test_cores_by_affinity_and_quota(monkeypatch, quota, cores):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
     monkeypatch.setattr(device.Path, "read_text", lambda path: quota)
     assert device.available_cores() == cores
+
+
+def test_compiled_code_that_a_killed_process_left_broken_is_removed_and_told(tmp_path, config, monkeypatch):
+    from hfgpt.errors import RunError
+    from hfgpt.trainer import Pretrainer
+
+    broken = tmp_path / "c4.main.so"
+    broken.write_bytes(b"")
+    error = type("InductorError", (Exception,), {})(f"ImportError: {broken}: file too short")
+
+    def fails(*_, **__):
+        raise error
+
+    monkeypatch.setattr(Pretrainer, "training_step", fails)
+    with pytest.raises(RunError, match=r"c4\.main\.so, now removed\); start again; no checkpoint has been written"):
+        Pretrainer(config()).train()
+    assert not broken.exists()

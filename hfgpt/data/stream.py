@@ -328,6 +328,8 @@ def _child_signal_kept() -> Iterator[None]:
 
 def side_by_side(parts: Sequence[StepBatch]) -> StepBatch:
     """The parts of one step, in rank or worker order, as one; its position loads on any world size."""
+    if len(parts) == 1:
+        return parts[0]
     position = merge_positions([part.position for part in parts])
     skipped = sum((part.skipped for part in parts), Counter[str]())
     return StepBatch(

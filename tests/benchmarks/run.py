@@ -12,6 +12,8 @@ import sys
 import time
 from pathlib import Path
 
+from side_by_side import check_paths, nanogpt_model
+
 FOLDER = Path(__file__).parent
 
 
@@ -22,6 +24,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="fewer rounds")
     parser.add_argument("--gpu", action="store_true", help="those of a card")
     given = parser.parse_args()
+    check_paths(given.shakespeare, nanogpt_model(given.nanogpt))
     nanogpt = ["--nanogpt", given.nanogpt] if given.nanogpt else []
     few, many = ("3", "5") if given.quick else ("5", "15")
     commands = [
@@ -30,6 +33,7 @@ def main() -> None:
         ["loop_overhead.py", "--threads", "1", "--rounds", many],
         ["lm_head_memory.py"],
         ["startup.py", "--rounds", few],
+        ["stream.py", "--rounds", few],
         ["checkpoint_stall.py", "--rounds", "1", "--max_steps", "100000"],
     ]
     if given.shakespeare:

@@ -170,6 +170,19 @@ def keep(name: str, facts: dict[str, Any], results: dict[str, Any]) -> None:
     )
 
 
+def check_paths(*files: str | None) -> None:
+    """Ends with a line and code 2 where one of these is stated and not there."""
+    for file in filter(None, files):
+        if not Path(file).is_file():
+            print(f"error: {file}: no such file; name a checkout of nanoGPT, or the text", file=sys.stderr)
+            sys.exit(2)
+
+
+def nanogpt_model(checkout: str | None) -> str | None:
+    """The file by which a checkout of nanoGPT is known."""
+    return f"{checkout}/model.py" if checkout else None
+
+
 def use_cores(threads: int | None) -> None:
     """Keep this process and its children to the first `threads` cores, where the system can."""
     if threads and hasattr(os, "sched_setaffinity"):

@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import numpy as np
 import torch
 from hub_server import HubServer
+from side_by_side import keep, machine
 
 from hfgpt.config import PretrainConfig
 from hfgpt.data import prepare_data
@@ -118,12 +119,15 @@ def measure_rates(dataset: str, tokenizer: str, tokens: int, rounds: int) -> Non
         if above in rates and below in rates:
             found = statistics.median(a / b for a, b in zip(rates[above], rates[below], strict=True))
             print(f"{above} / {below}: {found:.2f}{goal}")
+            results[f"{above} / {below}"] = found
 
+    results: dict[str, Any] = {"tokens_per_cpu_second": rates}
     ratio("our stream", "encode_batch_fast", " (goal 0.90)")
     ratio("our stream", "usual chain", " (goal 20)")
     ratio("tiktoken", "encode_batch_fast")
     ratio("our stream, tiktoken", "tiktoken", " (goal 0.90)")
     ratio("our stream, tiktoken", "usual chain", " (goal 20)")
+    keep("stream", machine(1), results)
 
 
 def sample(source: Source, characters: int) -> tuple[Source, list[str]]:
@@ -224,7 +228,7 @@ def cursor(stream: DocumentStream, i: int, phase: str) -> list[int]:
     parts = stream._epoch_parts(0)[i :: stream.streams]
     unit, part, count = parts[-1]
     rows = stream.source.units[unit].rows
-    return [0, len(parts) - 1, rows * (part + 1) // count - rows * part // count - 1, 0]
+    return [0, len(parts) - 1, int(rows * (part + 1) // count - rows * part // count - 1), 0]
 
 
 if __name__ == "__main__":

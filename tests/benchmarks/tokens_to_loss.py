@@ -13,7 +13,7 @@ import tempfile
 import time
 
 import train_step
-from side_by_side import keep, machine, parser, ratios, side_by_side, told, use_cores
+from side_by_side import check_paths, keep, machine, nanogpt_model, parser, ratios, side_by_side, told, use_cores
 
 NANOGPT_LOSS, NANOGPT_STEPS = 1.893, 2000
 TUNED = {"optim": "muon", "learning_rate": 1e-2, "lr_scheduler_type": "linear", "warmup_steps": 20, "adam_beta2": 0.99}
@@ -60,6 +60,7 @@ def main() -> None:
     given = options.parse_args()
     if not given.dataset:
         sys.exit("--dataset: name the tiny Shakespeare file (1,115,394 characters)")
+    check_paths(given.dataset, nanogpt_model(given.nanogpt))
     use_cores(given.threads)
     facts, runs = machine(given.threads), {}
     with tempfile.TemporaryDirectory() as folder:

@@ -19,7 +19,18 @@ import time
 from pathlib import Path
 from typing import Any
 
-from side_by_side import Candidate, Gate, keep, machine, parser, side_by_side, told, use_cores
+from side_by_side import (
+    Candidate,
+    Gate,
+    check_paths,
+    keep,
+    machine,
+    nanogpt_model,
+    parser,
+    side_by_side,
+    told,
+    use_cores,
+)
 
 # char-cpu is nanoGPT's documented example for a CPU: 4 layers, T = 64, micro-batch 12, no dropout.
 CASES: dict[str, dict[str, Any]] = {
@@ -290,12 +301,14 @@ def main() -> None:
     if given.candidate:
         name, case, folder, *changes = given.candidate
         return candidate(name, case, changes, folder, given.threads)
+    check_paths(nanogpt_model(given.nanogpt))
     use_cores(given.threads)
     for case in ["gpu"] if given.gpu else given.case:
         facts = machine(given.threads)
         with tempfile.TemporaryDirectory() as folder:
             results = on_card(folder, given) if given.gpu else on_cpu(case, folder, given)
         suffix = f"-{given.threads}-thread" if given.threads else ""
+        suffix += "-partial" if given.candidates or given.steps or given.sizes or given.rounds < 2 else ""
         keep(f"train_step-{case}{suffix}", facts, results)
 
 
