@@ -29,7 +29,7 @@ CONFIGS = ROOT / "accelerate_configs"
 FLAGS = ["--model", json.dumps(MODEL), "--tokenizer", "bpe-300", "--streaming", "true", "--sequence_length", "16"]
 FLAGS += ["--tokens_per_step", "256", "--max_steps", "6", "--learning_rate", "1e-2", "--warmup_steps", "2"]
 FLAGS += ["--mixed_precision", "no", "--torch_compile", "false", "--logging_steps", "1", "--eval_steps", "3"]
-FLAGS += ["--eval_tokens", "300", "--save_steps", "2"]
+FLAGS += ["--eval_tokens", "300", "--save_steps", "2", "--mfu_peak_tflops", "1"]
 # Saves what each process holds of the parameters, to see that they are shared out.
 RECIPE = """
 import os
