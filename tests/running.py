@@ -11,18 +11,20 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from forked import FORK, Forked
 from transformers import TrainerCallback
 
 from hfgpt import Pretrainer
 
-ROOT = Path(__file__).parent.parent
+ROOT, NOWHERE = Path(__file__).parent.parent, Path(os.devnull)
 CPU = str(ROOT / "accelerate_configs" / "cpu.yaml")
 ALONE = [sys.executable]
 LAUNCH = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", CPU]
 TWO = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+FORKED, FORKED_TWO = [FORK], [FORK, *TWO[1:]]  # for tests to which it is the same how a process starts
 TINY = ["--model", '{"n_layer": 1, "n_head": 1, "n_embd": 16, "n_positions": 32}', "--tokenizer", "bpe-300"]
 TINY += ["--sequence_length", "32", "--per_device_train_batch_size", "4", "--torch_compile", "false"]
-TINY += ["--eval_steps", "0", "--logging_steps", "1"]
+TINY += ["--eval_steps", "0", "--logging_steps", "1", "--mfu_peak_tflops", "1"]
 
 
 MODEL = {"n_layer": 2, "n_head": 2, "n_embd": 32, "n_positions": 32}
@@ -79,11 +81,10 @@ class Run:
             *TINY,
         ]
         command += ["--streaming", "true", "--max_steps", "1000000", *flags]
-        self.process = subprocess.Popen(
+        self.process = (Forked if launcher[0] == FORK else subprocess.Popen)(
             command,
             env={**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", **(env or {})},
-            text=True,
-            stdout=subprocess.DEVNULL,
+            stdout=NOWHERE.open("w"),
             stderr=self.errors.open("w"),
             start_new_session=True,
         )

@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import socket
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -15,7 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from running import MODEL, ROOT, TWO
+from forked import FORK, completed
+from running import FORKED_TWO, MODEL, ROOT, TWO
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -29,7 +29,7 @@ CONFIGS = ROOT / "accelerate_configs"
 FLAGS = ["--model", json.dumps(MODEL), "--tokenizer", "bpe-300", "--streaming", "true", "--sequence_length", "16"]
 FLAGS += ["--tokens_per_step", "256", "--max_steps", "6", "--learning_rate", "1e-2", "--warmup_steps", "2"]
 FLAGS += ["--mixed_precision", "no", "--torch_compile", "false", "--logging_steps", "1", "--eval_steps", "3"]
-FLAGS += ["--eval_tokens", "300", "--save_steps", "2"]
+FLAGS += ["--eval_tokens", "300", "--save_steps", "2", "--mfu_peak_tflops", "1"]
 # Saves what each process holds of the parameters, to see that they are shared out.
 RECIPE = """
 import os
@@ -53,18 +53,17 @@ def launch(tmp_path, document_folder):
     """Runs the recipe as `kind` of run (one, cpus, ddp or fsdp2) in the folder `name`; returns that folder."""
     (tmp_path / "recipe.py").write_text(RECIPE)
 
-    def launch(kind: str, name: str, *flags: str, code: int = 0) -> Path:
+    def launch(kind: str, name: str, *flags: str, python: str = FORK) -> Path:
         names = {"one": "cpu", "cpus": "cpu_2proc", "ddp": "multi_gpu_ddp", "fsdp2": "multi_gpu_fsdp2"}
         names["single"] = "single_gpu_bf16"
         settings = (CONFIGS / f"{names[kind]}.yaml").read_text()
         settings = settings.replace("use_cpu: false" if kind == "single" else "mixed_precision: bf16", "use_cpu: true")
         (tmp_path / f"{kind}.yaml").write_text(settings)  # the cards' own file, but for the cards
-        command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(tmp_path / f"{kind}.yaml")]
+        command = [python, "-m", "accelerate.commands.launch", "--config_file", str(tmp_path / f"{kind}.yaml")]
         command += [str(tmp_path / "recipe.py"), "--dataset", str(document_folder), *FLAGS]
         command += ["--output_dir", str(tmp_path / name), *flags]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
-        assert done.returncode == code, done.stderr
+        done = completed(command, {**os.environ, "OMP_NUM_THREADS": "1"}, timeout=200)
+        assert done.returncode == 0, done.stderr
         assert done.stdout.count("\nsaves ") == 1  # one process speaks
         return tmp_path / name
 
@@ -92,10 +91,10 @@ def assert_same(one, other, tolerance=2e-5):
 @pytest.mark.parametrize("optim", ["adamw", "muon"])
 def test_one_process_two_and_two_that_share_the_model_are_one_run(launch, optim):
     """8 blocks x 2 on one process are 4 x 2 on two."""
-    flags = ["--optim", optim]
-    one = launch("one", "one", "--per_device_train_batch_size", "8", *flags)
+    flags, python = ["--optim", optim], sys.executable if optim == "adamw" else FORK
+    one = launch("one", "one", "--per_device_train_batch_size", "8", *flags, python=python)
     for kind in ("ddp", "fsdp2") if optim == "adamw" else ("fsdp2",):
-        two = launch(kind, kind, "--per_device_train_batch_size", "4", *flags)
+        two = launch(kind, kind, "--per_device_train_batch_size", "4", *flags, python=python)
         assert_same(one, two, tolerance=2e-5 if optim == "adamw" else 2e-3)  # Muon rounds its updates to bf16
         held = [tuple(map(int, (two / f"held.{rank}").read_text().split())) for rank in (0, 1)]
         share = 1 if kind == "ddp" else 2
@@ -160,17 +159,16 @@ def failing(tmp_path, document_folder):
     """Runs a recipe on two processes with logs of their own; the exit code, and what the main one said at the end."""
     recipe = tmp_path / "recipe.py"
 
-    def run(text: str, *flags: str) -> tuple[int, str]:
+    def run(text: str, *flags: str, python: str = FORK) -> tuple[int, str]:
         recipe.write_text(text)
-        command = [*TWO[:-1], "--nproc_per_node=2", "--log_dir", str(tmp_path / "logs"), "--redirects", "2"]
+        command = [python, *TWO[1:], "--log_dir", str(tmp_path / "logs"), "--redirects", "2"]
         command += [str(recipe), "--dataset", str(document_folder), *FLAGS, "--output_dir", str(tmp_path / "run")]
         command += ["--per_device_train_batch_size", "4", "--ddp_timeout", "6", "--stream_timeout", "5", *flags]
         cpu = {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "3"}
         began = time.monotonic()
-        done = subprocess.run(command, env={**os.environ, **cpu}, capture_output=True, text=True, timeout=100)
+        done = completed(command, {**os.environ, **cpu}, timeout=100, cwd=tmp_path)
         assert time.monotonic() - began < 60
-        processes = psutil.process_iter(["cmdline"])
-        assert not [p for p in processes if str(recipe) in " ".join(p.info.get("cmdline") or [])]
+        assert not [p for p in psutil.process_iter(["cwd"]) if p.info["cwd"] == str(tmp_path)]  # none is left
         [log] = (tmp_path / "logs").rglob("attempt_0/0/stderr.log")
         said = log.read_text().splitlines()
         return done.returncode, said[-1] if said else ""
@@ -190,7 +188,7 @@ def failing(tmp_path, document_folder):
     ],
 )
 def test_what_ends_one_process_is_the_last_word_of_the_main_one(failing, tmp_path, what, told):
-    code, last = failing(FAILING.format(what=what))
+    code, last = failing(FAILING.format(what=what), python=sys.executable)
     assert code == 1
     assert last.startswith(f"error: {told.format(host=socket.gethostname())}"), last
     assert last.endswith("continue with --resume_from_checkpoint latest")
@@ -355,7 +353,7 @@ def test_gradients_are_exchanged_once_a_step(tmp_path, document_folder):
     flags = ["--dataset", str(document_folder), *FLAGS, "--output_dir", str(tmp_path / "run")]
     flags += ["--per_device_train_batch_size", "2"]  # x 16 x 2 processes x accumulation 4
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
-    done = subprocess.run([*TWO, str(recipe), *flags], env=environment, capture_output=True, text=True, timeout=100)
+    done = completed([*FORKED_TWO, str(recipe), *flags], environment, timeout=100)
     assert done.returncode == 0, done.stderr
 
 
@@ -406,7 +404,7 @@ def test_unequal_numbers_of_targets_weigh_as_in_one_batch(tmp_path, document_fol
     flags = ["--dataset", str(document_folder), *FLAGS, "--output_dir", str(tmp_path / "run"), "--max_grad_norm", "0"]
     flags += ["--per_device_train_batch_size", "4", "--dataloader_num_workers", "0"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
-    done = subprocess.run([*TWO, str(recipe), *flags], env=environment, capture_output=True, text=True, timeout=100)
+    done = completed([*FORKED_TWO, str(recipe), *flags], environment, timeout=100)
     assert done.returncode == 0, done.stderr
 
 
@@ -473,8 +471,7 @@ dist.barrier()
 def test_only_the_main_process_ever_holds_a_shared_model_whole(tmp_path):
     (tmp_path / "script.py").write_text(WHOLE)
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [*TWO, str(tmp_path / "script.py")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+    done = completed([*FORKED_TWO, str(tmp_path / "script.py")], environment, timeout=100)
     assert done.returncode == 0, done.stderr
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 from itertools import islice
 from pathlib import Path
 
 import pytest
 import torch
-from running import TINY, TWO, hashes, records, trained
+from forked import completed
+from running import FORKED_TWO, TINY, hashes, records, trained
 from safetensors.torch import load_file
 from transformers import TrainerCallback
 
@@ -117,10 +117,10 @@ run_recipe(lambda: Pretrainer(PretrainConfig.from_cli(), [PoisonMicroBatch(3, 0,
 def test_processes_leave_out_a_step_together_and_name_the_one_it_came_from(tmp_path, document_folder):
     recipe = tmp_path / "recipe.py"
     recipe.write_text(RECIPE.format(tests=Path(__file__).parent))
-    command = [*TWO, str(recipe), "--output_dir", str(tmp_path / "run"), "--dataset", str(document_folder), *TINY]
-    command += ["--streaming", "true", "--max_steps", "5", "--tokens_per_step", "512"]
+    command = [*FORKED_TWO, str(recipe), "--output_dir", str(tmp_path / "run"), "--dataset", str(document_folder)]
+    command += [*TINY, "--streaming", "true", "--max_steps", "5", "--tokens_per_step", "512"]
     environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+    done = completed(command, environment, timeout=100)
     assert done.returncode == 0, done.stderr
     assert "step 3 is left out" in done.stderr and "on process 1" in done.stderr
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]

@@ -15,8 +15,9 @@ import pytest
 import torch
 from accelerate import Accelerator
 from conftest import SHARED
+from forked import completed
 from hub_server import HubServer
-from running import ROOT, TWO
+from running import FORKED_TWO, ROOT
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, LlamaForCausalLM
 from transformers import GPT2LMHeadModel as StockGPT2
 
@@ -276,8 +277,8 @@ def test_two_processes_are_one(tokenizer, source, tmp_path):
     script = tmp_path / "two.py"
     script.write_text(TWO_PROCESSES.format(tests=str(ROOT / "tests")))
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
-    command = [*TWO, str(script), json.dumps(asked)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=180, cwd=tmp_path)
+    command = [*FORKED_TWO, str(script), json.dumps(asked)]
+    done = completed(command, environment, timeout=180, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     alone = [scored(model, tokenizer, source, limit=limit) for source, limit in asked[:3]]
     for rank in range(2):

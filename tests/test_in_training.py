@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 import torch
+from forked import FORK, completed
 from running import ROOT, StopAt, records, trained
 from safetensors.torch import load_file
 from transformers import EarlyStoppingCallback
@@ -174,19 +173,18 @@ def test_two_processes_that_share_the_model_watch_as_one_does(tmp_path, document
         flags += ["--model", '{"n_layer": 2, "n_head": 2, "n_embd": 32, "n_positions": 32}', "--max_steps", "4"]
         flags += ["--tokens_per_step", "256", "--per_device_train_batch_size", "4", "--torch_compile", "false"]
         flags += ["--eval_steps", "2", "--eval_train", "true", "--sample_steps", "4", "--sample_prompt", "document"]
-        flags += ["--save_best", "true", "--mixed_precision", "no", "--output_dir", str(tmp_path / name)]
+        flags += ["--save_best", "true", "--mixed_precision", "no", "--mfu_peak_tflops", "1"]
+        flags += ["--output_dir", str(tmp_path / name)]
         command = [
-            sys.executable,
+            FORK,
             "-m",
             "accelerate.commands.launch",
             "--config_file",
             str(ROOT / "accelerate_configs" / f"{name}.yaml"),
         ]
         command += ["--num_processes", "2"] if name != "cpu" else []
-        done = subprocess.run(
-            [*command, str(ROOT / "recipes" / "quickstart.py"), *flags],
-            capture_output=True, text=True, timeout=300, env={**os.environ, "ACCELERATE_USE_CPU": "true"},
-        )  # fmt: skip
+        command += [str(ROOT / "recipes" / "quickstart.py"), *flags]
+        done = completed(command, {**os.environ, "ACCELERATE_USE_CPU": "true"}, timeout=300)
         assert done.returncode == 0, done.stderr[-2000:]
         lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
         evaluations = [record for record in map(json.loads, lines) if "eval_loss" in record]

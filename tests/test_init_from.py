@@ -202,6 +202,7 @@ def test_a_model_of_the_hub_is_pinned_and_fetched_by_the_main_process_alone(tmp_
     flags = ["--dataset", str(text_file), "--sequence_length", "16", "--per_device_train_batch_size", "2"]
     flags += ["--eval_steps", "0", "--logging_steps", "1", "--torch_compile", "false", "--mixed_precision", "no"]
     flags += ["--init_from", "user/model", "--output_dir", str(tmp_path / "run"), "--learning_rate", "1e-9"]
+    flags += ["--mfu_peak_tflops", "1"]
     two = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     with HubServer({"models/user/model": files}) as hub:
         env = {**os.environ, **hub.environment(tmp_path / "home"), "ACCELERATE_USE_CPU": "true"}

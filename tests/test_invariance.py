@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from running import TWO, Run, StopAt, records, trained
+from running import FORKED_TWO, Run, StopAt, records, trained
 
 from hfgpt import PretrainConfig, Pretrainer
 from hfgpt.data import prepare_data
@@ -115,7 +115,7 @@ def launch(folder, dataset, processes, steps, workers, micro_batch) -> Run:
     flags = ["--dataset", dataset, "--tokens_per_step", "512", "--per_device_train_batch_size", str(micro_batch)]
     flags += ["--dataloader_num_workers", str(workers), "--max_steps", str(steps), "--mixed_precision", "no"]
     flags += ["--lr_scheduler_type", "constant", "--warmup_steps", "0", "--resume_from_checkpoint", "latest"]
-    return Run([*TWO[:-1], f"--nproc_per_node={processes}"], folder, *flags)
+    return Run([*FORKED_TWO[:-1], f"--nproc_per_node={processes}"], folder, *flags)
 
 
 def ended(run) -> Run:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import subprocess
 
 import pytest
 import torch
-from running import TWO, hashes, records, same_weights
+from forked import completed
+from running import FORKED_TWO, hashes, records, same_weights
 from test_distributed import FLAGS, lines
 
 from hfgpt import Pretrainer
@@ -106,11 +106,10 @@ run_recipe(lambda: Small(PretrainConfig.from_cli()).train())
 def test_memory_that_runs_out_on_one_process_is_met_by_all(tmp_path, document_folder):
     (tmp_path / "recipe.py").write_text(ON_ONE)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
-    environment["PYTHONPATH"] = os.pathsep.join([os.path.dirname(__file__), os.environ.get("PYTHONPATH", "")])
     for name, size in (("two", "2"), ("eight", "8")):  # the larger one without accumulation
         flags = ["--dataset", str(document_folder), *FLAGS, "--output_dir", str(tmp_path / name), "--max_steps", "3"]
-        command = [*TWO, str(tmp_path / "recipe.py"), *flags, "--per_device_train_batch_size", size]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+        command = [*FORKED_TWO, str(tmp_path / "recipe.py"), *flags, "--per_device_train_batch_size", size]
+        done = completed(command, environment, timeout=100)
         assert done.returncode == 0, done.stderr
     two, eight = tmp_path / "two", tmp_path / "eight"
     assert (two / "ledger.jsonl").read_text() == (eight / "ledger.jsonl").read_text()

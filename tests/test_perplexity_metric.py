@@ -5,15 +5,14 @@ from __future__ import annotations
 import json
 import math
 import os
-import subprocess
-import sys
 
 import evaluate
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from running import ROOT
+from forked import FORK, Forked, completed
+from running import FORKED_TWO, ROOT
 from transformers import GPT2Config, Trainer, TrainingArguments
 from transformers import GPT2LMHeadModel as StockGPT2
 
@@ -196,13 +195,12 @@ print(json.dumps(metric.compute()))
 
 @pytest.mark.slow
 def test_two_processes_are_one(tmp_path):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", PROCESS]
-    processes = [
-        subprocess.Popen([*command, str(rank), str(tmp_path)], env=environment, stdout=subprocess.PIPE, text=True)
-        for rank in range(2)
-    ]
-    main, other = (json.loads(process.communicate(timeout=120)[0].splitlines()[-1]) for process in processes)
+    (tmp_path / "process.py").write_text(PROCESS)
+    command = [FORK, str(tmp_path / "process.py")]
+    outputs = [tmp_path / "0.out", tmp_path / "1.out"]
+    both = [Forked([*command, str(n), str(tmp_path)], os.environ, out.open("w")) for n, out in enumerate(outputs)]
+    assert [process.wait(timeout=120) for process in both] == [0, 0]
+    main, other = (json.loads(out.read_text().splitlines()[-1]) for out in outputs)
     assert (main["perplexity"], main["tokens"]) == (pytest.approx(math.exp(2.6)), 10) and other is None
 
 
@@ -223,11 +221,9 @@ if trainer.is_world_process_zero():
 def test_the_trainer_on_two_processes(model, tmp_path):
     script = tmp_path / "two.py"
     script.write_text(TWO_TRAINERS.format(tests=str(ROOT / "tests")))
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
-    done = subprocess.run(
-        [*launch, str(tmp_path / "cache")], env=environment, capture_output=True, text=True, timeout=180, cwd=tmp_path
-    )
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+    command = [*FORKED_TWO, str(script), str(tmp_path / "cache")]
+    done = completed(command, environment, timeout=180, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     [told] = [line for line in done.stdout.splitlines() if line.startswith("found ")]
     found = json.loads(told.removeprefix("found "))

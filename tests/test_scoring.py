@@ -6,14 +6,15 @@ import functools
 import gzip
 import json
 import math
-import subprocess
+import os
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from conftest import SHARED
-from running import LAUNCH, ROOT
+from forked import FORK, completed
+from running import CPU, LAUNCH, ROOT
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -173,10 +174,10 @@ def test_no_cut_changes_the_result(folder, tmp_path):
 def test_processes_and_the_compiler_change_nothing(folder, tmp_path):
     path = written(tmp_path / "text.jsonl", EMOJI)
     alone = evaluated(folder, path, stride=24)
-    two = [str(ROOT / "accelerate_configs" / "cpu_2proc.yaml") if part.endswith(".yaml") else part for part in LAUNCH]
-    command = [*two, "--module", "hfgpt.cli", "evaluate", str(folder), "--dataset", str(path), "--stride", "24"]
+    command = [FORK, *LAUNCH[1:-1], CPU.replace("cpu.yaml", "cpu_2proc.yaml"), "--module", "hfgpt.cli", "evaluate"]
+    command += [str(folder), "--dataset", str(path), "--stride", "24"]
     command += ["--per_device_eval_batch_size", "3", "--torch_compile", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300)
+    done = completed(command, dict(os.environ), timeout=300, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout)
     assert found["processes"] == 2 and found["torch_compile"]

@@ -11,7 +11,7 @@ import sys
 import time
 
 import pytest
-from running import ALONE, Run, records, trained
+from running import FORKED, Run, records, trained
 
 from hfgpt.checkpoint import fault
 
@@ -23,7 +23,7 @@ def allow_file_size(run, size: int) -> None:
 
 @pytest.mark.slow
 def test_a_save_that_fails_is_told_and_made_up_for(start):
-    run = start(ALONE, "--save_steps", "20", "--max_failed_saves", "1000")
+    run = start(FORKED, "--save_steps", "20", "--max_failed_saves", "1000")
     run.wait_for(lambda: (run.folder / "checkpoint-latest").exists())
     allow_file_size(run, 2000)  # neither a checkpoint nor a line of metrics fits
     run.wait_for(lambda: "a checkpoint could not be written" in run.errors.read_text())
@@ -41,7 +41,7 @@ def test_a_save_that_fails_is_told_and_made_up_for(start):
 
 @pytest.mark.slow
 def test_saves_that_keep_failing_end_the_run_and_leave_the_last_whole_one(start):
-    run = start(ALONE, "--save_steps", "10", "--max_failed_saves", "2")
+    run = start(FORKED, "--save_steps", "10", "--max_failed_saves", "2")
     run.wait_for(lambda: (run.folder / "checkpoint-latest").exists())
     before = (run.folder / "checkpoint-latest").resolve()
     allow_file_size(run, 8000)
@@ -69,7 +69,7 @@ def small_disk(tmp_path):
 def test_a_run_outlasts_a_full_disk(small_disk, document_folder):
     folder, enlarge = small_disk
     flags = ["--dataset", str(document_folder), "--save_steps", "5", "--max_failed_saves", "100000"]
-    run = Run(ALONE, folder, *flags)
+    run = Run(FORKED, folder, *flags)
     try:
         run.wait_for(lambda: run.errors.read_text().count("could not be written") >= 2)
         assert "No space left on device" in run.errors.read_text()
@@ -105,14 +105,14 @@ def test_a_clock_that_jumps_changes_nothing(config, monkeypatch):
 
 @pytest.mark.slow
 def test_a_folder_in_which_a_run_is_at_work_is_refused_until_it_ends(start, document_folder):
-    run = start(ALONE)
+    run = start(FORKED)
     before = (run.folder / "run.json").read_bytes()
     flags = ["--dataset", str(document_folder), "--resume_from_checkpoint", "latest", "--max_steps", "2000000"]
-    second = Run(ALONE, run.folder, *flags)
+    second = Run(FORKED, run.folder, *flags)
     assert f"a run is at work in it (process {run.process.pid} on" in second.end() and second.process.returncode == 2
     assert (run.folder / "run.json").read_bytes() == before
     run.process.kill()
     run.process.wait()
-    third = Run(ALONE, run.folder, "--dataset", str(document_folder), "--resume_from_checkpoint", "latest")
+    third = Run(FORKED, run.folder, "--dataset", str(document_folder), "--resume_from_checkpoint", "latest")
     third.wait_for_steps(1)
     third.process.kill()
