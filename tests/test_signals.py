@@ -124,7 +124,7 @@ run_recipe(lambda: Pretrainer(PretrainConfig.from_cli(), [Slow()]).train())
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", [ALONE, TWO], ids=["alone", "one of two"])
+@pytest.mark.parametrize("launcher", [FORKED, TWO], ids=["alone", "one of two"])
 def test_a_signal_breaks_off_an_evaluation(start, tmp_path, document_folder, launcher):
     recipe = tmp_path / "quickstart.py"
     recipe.write_text(SLOW_EVALUATION)
@@ -132,11 +132,11 @@ def test_a_signal_breaks_off_an_evaluation(start, tmp_path, document_folder, lau
     run = start(launcher, *flags, recipe=recipe)
     run.wait_for(lambda: (run.folder / "evaluates").exists())  # which takes half a minute
     began = time.monotonic()
-    (run.process if launcher is ALONE else recipes_of(run)[1]).send_signal(signal.SIGTERM)
+    (run.process if launcher is FORKED else recipes_of(run)[1]).send_signal(signal.SIGTERM)
     run.end()
     assert time.monotonic() - began < 15 and check_stopped(run, "SIGTERM") == 5
     assert not run.records("eval_loss")
-    if launcher is ALONE:
+    if launcher is FORKED:
         flags += ["--dataset", str(document_folder), "--resume_from_checkpoint", "latest"]
         again = Run(FORKED, run.folder, *flags)
         again.end()
@@ -172,7 +172,7 @@ def test_a_second_signal_during_a_save_leaves_the_whole_checkpoint_before(start,
     slow_disk = "import time\nfrom hfgpt import checkpoint\nsync = checkpoint._sync\n"
     slow_disk += "checkpoint._sync = lambda path: (time.sleep(1), sync(path))\n"
     recipe.write_text(slow_disk + (ROOT / "recipes" / "quickstart.py").read_text().replace("from __future__", "# "))
-    run = start(ALONE, "--save_steps", "3", recipe=recipe)
+    run = start(FORKED, "--save_steps", "3", recipe=recipe)
     run.wait_for(lambda: (run.folder / "checkpoint-latest").exists())
     before = (run.folder / "checkpoint-latest").resolve()
     run.process.send_signal(signal.SIGTERM)
