@@ -10,7 +10,7 @@ import sys
 import time
 
 import pytest
-from running import MODEL, ROOT, Run
+from running import FORKED, MODEL, ROOT, Run
 
 from hfgpt.checkpoint import fault
 
@@ -78,7 +78,7 @@ def test_two_machines_leave_when_the_network_is_cut_and_go_on_exactly(nodes, tmp
         last = max(record["step"] for record in first.records())
         for run in start("--resume_from_checkpoint", "latest", "--max_steps", str(last + 5)):
             assert run.end(seconds=100) is not None and run.process.returncode == 0, run.errors.read_text()
-        whole = Run([sys.executable], tmp_path / "whole", *flags, "--max_steps", str(last + 5))
+        whole = Run(FORKED, tmp_path / "whole", *flags, "--max_steps", str(last + 5))
         whole.end()
         assert whole.ledger() == first.ledger()
     finally:

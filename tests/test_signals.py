@@ -10,7 +10,7 @@ import time
 
 import psutil
 import pytest
-from running import ALONE, LAUNCH, ROOT, TWO, Run
+from running import ALONE, FORKED, LAUNCH, ROOT, TWO, Run
 
 from hfgpt.checkpoint import fault
 from hfgpt.signals import SAME_SIGNAL_SECONDS
@@ -48,7 +48,7 @@ def test_one_signal_saves_and_says_how_to_go_on(start, name, code):
     assert stderr.strip().splitlines()[-1] == (
         f"error: {name}; ended after step {step}; continue with --resume_from_checkpoint latest"
     )
-    again = start(ALONE, "--resume_from_checkpoint", "latest", "--max_steps", str(step + 4))
+    again = start(FORKED, "--resume_from_checkpoint", "latest", "--max_steps", str(step + 4))
     again.end()
     assert again.process.returncode == 0 and again.records()[-1]["step"] == step + 4
 
@@ -124,7 +124,7 @@ run_recipe(lambda: Pretrainer(PretrainConfig.from_cli(), [Slow()]).train())
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", [ALONE, TWO], ids=["alone", "one of two"])
+@pytest.mark.parametrize("launcher", [FORKED, TWO], ids=["alone", "one of two"])
 def test_a_signal_breaks_off_an_evaluation(start, tmp_path, document_folder, launcher):
     recipe = tmp_path / "quickstart.py"
     recipe.write_text(SLOW_EVALUATION)
@@ -132,15 +132,15 @@ def test_a_signal_breaks_off_an_evaluation(start, tmp_path, document_folder, lau
     run = start(launcher, *flags, recipe=recipe)
     run.wait_for(lambda: (run.folder / "evaluates").exists())  # which takes half a minute
     began = time.monotonic()
-    (run.process if launcher is ALONE else recipes_of(run)[1]).send_signal(signal.SIGTERM)
+    (run.process if launcher is FORKED else recipes_of(run)[1]).send_signal(signal.SIGTERM)
     run.end()
     assert time.monotonic() - began < 15 and check_stopped(run, "SIGTERM") == 5
     assert not run.records("eval_loss")
-    if launcher is ALONE:
+    if launcher is FORKED:
         flags += ["--dataset", str(document_folder), "--resume_from_checkpoint", "latest"]
-        again = Run(ALONE, run.folder, *flags)
+        again = Run(FORKED, run.folder, *flags)
         again.end()
-        Run(ALONE, run.folder, *flags).end()
+        Run(FORKED, run.folder, *flags).end()
         assert [record["step"] for record in again.records("eval_loss")] == [5]  # it is made up for, once
         assert again.process.returncode == 0
 
@@ -160,7 +160,7 @@ def test_a_process_that_is_killed_is_named_by_the_other_and_the_run_goes_on_late
     step = int((run.folder / "checkpoint-latest").resolve().name.split("-")[1])
     assert fault(run.folder / f"checkpoint-{step}") is None
     flags = ["--resume_from_checkpoint", "latest", "--tokens_per_step", "512", "--max_steps", str(step + 20)]
-    again = start(ALONE, *flags)
+    again = start(FORKED, *flags)
     again.end()
     steps = [record["step"] for record in again.records("loss")]
     assert again.process.returncode == 0 and steps == list(range(1, step + 21))
@@ -172,7 +172,7 @@ def test_a_second_signal_during_a_save_leaves_the_whole_checkpoint_before(start,
     slow_disk = "import time\nfrom hfgpt import checkpoint\nsync = checkpoint._sync\n"
     slow_disk += "checkpoint._sync = lambda path: (time.sleep(1), sync(path))\n"
     recipe.write_text(slow_disk + (ROOT / "recipes" / "quickstart.py").read_text().replace("from __future__", "# "))
-    run = start(ALONE, "--save_steps", "3", recipe=recipe)
+    run = start(FORKED, "--save_steps", "3", recipe=recipe)
     run.wait_for(lambda: (run.folder / "checkpoint-latest").exists())
     before = (run.folder / "checkpoint-latest").resolve()
     run.process.send_signal(signal.SIGTERM)

@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from hub_server import API, FILES, Faults, HubServer
-from running import ALONE, TWO, Run
+from running import ALONE, FORKED, TWO, Run
 
 from hfgpt.checkpoint import fault
 from hfgpt.data.remote import patiently
@@ -230,7 +230,7 @@ def test_a_stop_does_not_wait_for_a_text_that_stays_away(repositories, tmp_path)
 
 @pytest.mark.slow
 def test_a_reader_that_is_killed_ends_the_run_with_a_checkpoint(start):
-    run = start(ALONE, "--dataloader_num_workers", "1", "--save_steps", "100000")
+    run = start(FORKED, "--dataloader_num_workers", "1", "--save_steps", "100000")
     workers = [child for child in psutil.Process(run.process.pid).children() if child.status() != "zombie"]
     workers[-1].kill()
     said = run.end()

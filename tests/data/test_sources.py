@@ -6,6 +6,7 @@ import gzip
 import json
 import logging
 import pickle
+import sysconfig
 from collections import Counter
 from pathlib import Path
 
@@ -137,13 +138,19 @@ def test_invalid_utf8_in_parquet_is_counted(tmp_path):
 
 
 @pytest.mark.slow
-def test_embedded_text_is_english_in_quantity_and_always_the_same():
+def test_embedded_text_is_english_in_quantity_and_always_the_same(monkeypatch):
     source = open_source("embedded")
     documents, reasons = read(source)
     assert not reasons and len(set(documents)) == len(documents) > 2000
     assert sum(map(len, documents)) > 1_000_000
     assert any('The "if" statement is used for conditional execution' in text for text in documents)
-    embedded_documents.cache_clear()
+    # Again, in whatever order the files are listed; of a part of the library, as the whole takes long.
+    part, listed = Path(sysconfig.get_path("stdlib"), "asyncio"), Path.rglob
+    monkeypatch.setattr(sysconfig, "get_path", lambda _: str(part))
+    first = embedded_documents.__wrapped__()
+    assert len(first) > 200 and set(first) < set(documents)
+    monkeypatch.setattr(Path, "rglob", lambda *given: list(listed(*given))[::-1])
+    assert embedded_documents.__wrapped__() == first
     assert open_source("embedded").fingerprint == source.fingerprint
 
 

@@ -103,8 +103,7 @@ def test_token_bytes_add_up_to_the_text(make):
     tokenizer = make()
     lengths = token_byte_lengths(tokenizer)
     assert lengths.shape == (len(tokenizer),) and lengths.dtype == np.int32
-    for text in AWKWARD:
-        [ids] = Encoder(tokenizer).encode([text + "\n"])
+    for text, ids in zip(AWKWARD, Encoder(tokenizer).encode([text + "\n" for text in AWKWARD]), strict=True):
         assert lengths[ids].sum() == len((text + "\n").encode())
     assert all(lengths[i] == 0 for i in tokenizer.all_special_ids)
 
