@@ -148,7 +148,9 @@ def evaluate(
     stated: dict[str, Any] = (
         {"limit": limit} if task is None else {"sequence_length": sequence_length, "stride": stride}
     )
-    stated |= {} if task is None else {"by_document": by_document, "eval_tokens": eval_tokens}
+    if task is not None:
+        stated |= {"by_document": by_document, "eval_tokens": eval_tokens, "torch_compile": torch_compile or None}
+        stated |= {"dataset_name": dataset_name, "dataset_revision": dataset_revision}
     if strange := [name for name, value in stated.items() if value is not None]:
         raise UserError(f"{', '.join(strange)}: {'of --task alone' if task is None else f'not for --task {task}'}")
     if record:

@@ -20,7 +20,8 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
 
 from hfgpt.data.remote import hub_files
-from hfgpt.data.sources import local_files, read_rows
+from hfgpt.data.rows import read_rows
+from hfgpt.data.sources import local_files
 from hfgpt.data.tokenization import unknown_characters
 from hfgpt.errors import RunError, UserError
 

@@ -324,7 +324,11 @@ def test_a_task_and_a_record_from_the_command_line(tmp_path, document_folder, mo
     by_task = {record["task"]: record for record in recorded_evaluations(checkpoint)}
     assert by_task["hellaswag"]["examples"] == 6 and 0 <= by_task["hellaswag"]["accuracy_norm"] <= 1
     assert by_task["text"]["scored_tokens"] == 300 and by_task["text"]["sequence_length"] == 16  # as trained
-    for flags in (["--task", "hellaswag", "--stride", "3"], ["--dataset", str(document_folder), "--limit", "3"]):
+    for flags in (
+        ["--task", "hellaswag", "--stride", "3"],
+        ["--task", "hellaswag", "--torch_compile"],
+        ["--dataset", str(document_folder), "--limit", "3"],
+    ):
         monkeypatch.setattr("sys.argv", ["hfgpt", "evaluate", str(checkpoint), *flags])
         with pytest.raises(UserError, match=r"not for --task hellaswag|of --task alone"):
             cli._run_app()

@@ -11,7 +11,6 @@ import difflib
 import functools
 import glob
 import gzip
-import io
 import json
 import logging
 import os
@@ -377,30 +376,3 @@ def _read_lines(unit: Unit) -> bytes:
             line, end, _ = handle.read(2**16).partition(b"\n")
             parts.append(line + end)
     return b"".join(parts).removeprefix(b"\xef\xbb\xbf")
-
-
-def read_rows(file: str, patience_seconds: float = 900.0) -> Iterator[tuple[int, Any]]:
-    """The rows of one jsonl or parquet file, whatever their columns: number (of the row or line, from 1) and content.
-
-    Blank lines are passed over. For files that fit into memory. Raises UserError like `Source.read`, and for a line
-    that is not JSON.
-    """
-
-    def whole() -> bytes:
-        with _opened(file) as handle:
-            return handle.read()
-
-    kind = _kind(file)
-    if kind not in ("lines", "parquet"):
-        raise UserError(f"dataset: {file} holds no rows; give a jsonl or parquet file")
-    data = _reading(file, whole, patience_seconds)
-    if kind == "parquet":
-        table = _reading(file, lambda: pq.read_table(io.BytesIO(data)), patience_seconds)
-        yield from enumerate((row for batch in table.to_batches() for row in batch.to_pylist()), 1)
-        return
-    for number, line in enumerate(data.removeprefix(b"\xef\xbb\xbf").split(b"\n"), 1):
-        if line.strip():
-            try:
-                yield number, json.loads(line)
-            except (ValueError, RecursionError) as error:  # not UTF-8 is one of the former
-                raise UserError(f"dataset: {file}, row {number}: not JSON ({first_line(error)}); mend it") from error
