@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
 import sys
 import time
@@ -32,6 +31,7 @@ from transformers.trainer_callback import (
 from hfgpt.config import PretrainConfig
 from hfgpt.device import synchronize
 from hfgpt.errors import UserError
+from hfgpt.evaluation import perplexity
 from hfgpt.flops import Peak, device_peak, mfu, recomputed_flops_per_token, training_flops_per_token
 
 logger = logging.getLogger(__name__)
@@ -182,8 +182,7 @@ class PerplexityCallback(TrainerCallback):
 
     def on_evaluate(self, args, state, control, metrics, **kwargs) -> None:
         for key in [key for key in metrics if key.startswith("eval_") and key.endswith("_loss")]:
-            perplexity = math.inf if metrics[key] > 709 else math.exp(metrics[key])  # where exp overflows
-            metrics.setdefault(key.removesuffix("loss") + "perplexity", perplexity)
+            metrics.setdefault(key.removesuffix("loss") + "perplexity", perplexity(metrics[key]))
 
 
 @dataclass(eq=False)

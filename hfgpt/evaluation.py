@@ -140,9 +140,13 @@ def figures(nll_sum: float, tokens: int, scored_bytes: int | None = None) -> dic
     if tokens < 1:
         raise UserError(f"tokens={tokens}: no target was scored, and there is no mean of nothing; give longer text")
     loss = nll_sum / tokens
-    try:
-        perplexity = math.exp(loss)
-    except OverflowError:
-        perplexity = math.inf
     bits_per_byte = nll_sum / math.log(2) / scored_bytes if scored_bytes else None
-    return {"loss": loss, "perplexity": perplexity, "bits_per_byte": bits_per_byte}
+    return {"loss": loss, "perplexity": perplexity(loss), "bits_per_byte": bits_per_byte}
+
+
+def perplexity(loss: float) -> float:
+    """exp(`loss`), infinite where a float cannot hold it."""
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf
