@@ -7,7 +7,7 @@ import torch
 from running import MODEL
 from transformers import GPT2Config
 
-from hfgpt import PretrainConfig, UserError
+from hfgpt import PretrainConfig, UserError, optim
 from hfgpt.modeling_hfgpt import GPT2LMHeadModel
 from hfgpt.optim import build_optimizer
 
@@ -38,7 +38,9 @@ def test_muon_takes_the_matrices_of_the_blocks_and_adamw_all_else():
     assert sorted([*muon, *decayed, *plain]) == sorted(names.values())
 
 
-def test_each_update_is_torchs_own():
+@pytest.mark.parametrize("batch_elements", [2**23, 2 * 3 * MODEL["n_embd"] ** 2, 1])
+def test_each_update_is_torchs_own(batch_elements, monkeypatch):
+    monkeypatch.setattr(optim, "BATCH_ELEMENTS", batch_elements)
     model, optimizer = built()
     other, _ = built()
     matrices = [p for name, p in other.named_parameters() if ".h." in name and p.dim() == 2]
