@@ -29,8 +29,8 @@ def main() -> None:
     few, many = ("3", "5") if given.quick else ("5", "15")
     commands = [
         ["train_step.py", "--case", "char-cpu", "--rounds", many, *nanogpt],
-        ["train_step.py", "--case", "124m", "--rounds", "2" if given.quick else "4", *nanogpt],
-        ["loop_overhead.py", "--threads", "1", "--rounds", many],
+        ["train_step.py", "--case", "124m", "--rounds", "2" if given.quick else "7", *nanogpt],
+        ["loop_overhead.py", "--rounds", many],
         ["lm_head_memory.py"],
         ["startup.py", "--rounds", few],
         ["stream.py", "--rounds", few],
