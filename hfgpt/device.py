@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import importlib.util
+import logging
 import os
 import platform
 import re
@@ -23,6 +24,8 @@ from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs
 
 from hfgpt.errors import UserError
+
+logger = logging.getLogger(__name__)
 
 # Compiling for a CPU takes 20 to 70 seconds, as much as it saves in about this many passes of a small model.
 SHORT_RUN_FORWARD_PASSES = 200
@@ -129,14 +132,29 @@ def choose_compile(requested: str | bool, device: torch.device, forward_passes: 
     return CompileChoice(not missing, missing or "a compiler is at hand and the run is long enough")
 
 
-def remove_broken_code(error: Exception) -> Path | None:
-    """The compiled file that `error` says cannot be loaded, removed: a process killed in mid-compilation left it."""
-    found = re.search(r"(/\S+\.so): (?:file too short|invalid ELF header|cannot read file data)", str(error))
-    if found is None or type(error).__name__ != "InductorError":
-        return None
-    broken = Path(found[1])
+def broken_code(error: Exception) -> Path | None:
+    """The file of the compiler's cache that `error` says cannot be loaded: a process killed while it compiled left it,
+    or a disk that was full.
+    """
+    reason = r"(?:file too short|invalid ELF header|cannot read file data)"
+    found = re.search(rf"(/\S+/c\w+(?:\.main)?\.so): {reason}", str(error))
+    # The last two come bare from a backward pass.
+    kinds = ("InductorError", "BackendCompilerFailed", "ImportError", "OSError")
+    return Path(found[1]) if found and type(error).__name__ in kinds else None
+
+
+_removed: set[Path] = set()
+
+
+def remove_broken_code(error: Exception) -> bool:
+    """Whether what failed may be done again: a `broken_code` has been removed, for the first time."""
+    broken = broken_code(error)
+    if broken is None or broken in _removed:
+        return False
+    _removed.add(broken)
     broken.unlink(missing_ok=True)
-    return broken
+    logger.warning("the compiler's cache held a broken file, as a killed process leaves one: %s, now removed", broken)
+    return True
 
 
 def _missing_for_compile(device: torch.device) -> str | None:

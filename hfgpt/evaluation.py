@@ -13,6 +13,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import nn
 
+from hfgpt.device import remove_broken_code
 from hfgpt.errors import UserError
 
 UNSCORED = -100  # torch's mark of a target that does not count
@@ -91,12 +92,22 @@ def summed_nll(
         ids, labels = (torch.from_numpy(block).to(device) for block in blocks)
         options = {"num_items_in_batch": one, "use_cache": False, **attention(ids)}
         with accelerator.autocast():
-            sums.append(model(input_ids=ids, shift_labels=labels, **options).loss)
+            sums.append(_loss(model, input_ids=ids, shift_labels=labels, **options))
     model.train(was_training)
     if stopped:
         return None
     # In float64, on the CPU as not every device has it.
     return sum(gather_object([torch.stack(sums).cpu().double().sum().item()]))
+
+
+def _loss(model: nn.Module, **inputs: Any) -> torch.Tensor:
+    """By itself, as what fails by a broken compiled file can be done again, but not the asking of other processes."""
+    while True:
+        try:
+            return model(**inputs).loss
+        except Exception as error:
+            if not remove_broken_code(error):
+                raise
 
 
 def evaluate(

@@ -255,6 +255,14 @@ class GPT2LMHeadModel(PreTrainedModel, GenerationMixin):
             way_out = "shorten the input, or use hfgpt.generation.generate, which goes by the last tokens"
             raise UserError(f"{tokens} tokens, but n_positions is {self.config.n_positions}; {way_out}")
 
+    def save_pretrained(
+        self, save_directory: Any, is_main_process: bool = True, state_dict: Any = None, **options: Any
+    ) -> Any:
+        """As the base's. A block that is compiled by itself keeps its names, without torch.compile's prefix."""
+        state = self.state_dict() if state_dict is None else state_dict
+        state = {name.replace("_orig_mod.", ""): value for name, value in state.items()}
+        return super().save_pretrained(save_directory, is_main_process, state, **options)
+
     @functools.wraps(GenerationMixin.prepare_inputs_for_generation)  # `generate` looks at the signature
     def prepare_inputs_for_generation(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> dict[str, Any]:
         self._check_length(input_ids.shape[1])  # `generate` states the positions, so forward cannot tell

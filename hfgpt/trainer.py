@@ -17,7 +17,7 @@ from hfgpt import checkpoint, model_state
 from hfgpt.callbacks import why_stopped
 from hfgpt.data import told_counts
 from hfgpt.data.stream import StepBatch, batch_hash, side_by_side
-from hfgpt.device import peak_memory_bytes, remove_broken_code
+from hfgpt.device import broken_code, peak_memory_bytes, remove_broken_code
 from hfgpt.errors import RunError, UserError, told_by
 from hfgpt.evaluation import evaluate
 from hfgpt.guard import Step, StepResult
@@ -107,11 +107,9 @@ class Pretrainer(PreparedRun):
                 size = self.batch.micro_batch
                 told = f"out of memory with micro-batches of {size} ({str(error).splitlines()[0]})"
                 raise RunError(f"{told}; state a smaller --per_device_train_batch_size; {self._way_on()}") from error
-            if broken := remove_broken_code(error):
-                told = (
-                    f"the compiler's cache held a broken file, as a killed process leaves one ({broken}, now removed)"
-                )
-                raise RunError(f"{told}; start again; {self._way_on()}") from error
+            if broken := broken_code(error):
+                told = f"the compiler's cache holds a broken file; remove {broken}, see that its disk is not full"
+                raise RunError(f"{told}, and start again; {self._way_on()}") from error
             if isinstance(error, RunError) and error.everywhere:
                 raise RunError(f"{error}; {self._way_on()}", everywhere=True) from error
             raise
@@ -128,23 +126,34 @@ class Pretrainer(PreparedRun):
         return "continue with --resume_from_checkpoint latest"
 
     def take_step(self, blocks: np.ndarray, step: int) -> StepResult:
-        """`training_step`; again from its beginning, in smaller micro-batches, where memory runs out."""
+        """`training_step`; again from its beginning, in smaller micro-batches where memory runs out, or with a broken
+        compiled file removed.
+        """
         tensors = self.to_tensors(blocks)
         while True:
             try:
                 return self.training_step(*tensors, step=step)
             except MemoryRanOut:
                 pass  # what the failed one holds is freed with its traceback
+            except Exception as error:
+                if self.host.world > 1 or not remove_broken_code(error):
+                    raise
+                self.optimizer.zero_grad()
+                continue
             self.use_smaller_micro_batch(step)
             self.rehearse_all()
 
     def rehearse_all(self) -> None:
-        """`rehearse`, until the micro-batch is one that fits."""
+        """`rehearse`, until the micro-batch is one that fits and its code can be loaded."""
         while True:
             try:
                 return self.rehearse()
             except MemoryRanOut:
                 pass
+            except Exception as error:
+                if not remove_broken_code(error):
+                    raise
+                continue
             self.use_smaller_micro_batch(self.state.global_step + 1)
 
     def use_smaller_micro_batch(self, step: int) -> None:

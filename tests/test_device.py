@@ -180,18 +180,53 @@ def test_cores_by_affinity_and_quota(monkeypatch, quota, cores):
     assert device.available_cores() == cores
 
 
-def test_compiled_code_that_a_killed_process_left_broken_is_removed_and_told(tmp_path, config, monkeypatch):
+def broken_file(folder, name):
+    (folder / "x1").mkdir(exist_ok=True)
+    file = folder / "x1" / f"{name}.main.so"
+    file.write_bytes(b"")
+    return file, type("InductorError", (Exception,), {})(f"ImportError: {file}: file too short")
+
+
+def test_compiled_code_that_a_killed_process_left_broken_is_removed_and_made_anew(
+    tmp_path, config, monkeypatch, caplog
+):
+    """In a step, half of whose gradients there are already, and in an evaluation: the run is as any other."""
+    from hfgpt.trainer import Pretrainer
+
+    whole = Pretrainer(config("whole", eval_steps=3))
+    expected = whole.train()
+    (first, in_step), (second, in_evaluation) = broken_file(tmp_path, "c4"), broken_file(tmp_path, "c5")
+    take, plain = Pretrainer.training_step, type(whole.raw_model).forward
+
+    def failing_step(self, *tensors, step):
+        if first.exists() and step == 2:
+            self.model(input_ids=tensors[0], shift_labels=tensors[1]).loss.backward()
+            raise in_step
+        return take(self, *tensors, step=step)
+
+    def failing_forward(self, *args, **kwargs):
+        if second.exists() and not self.training:
+            raise in_evaluation
+        return plain(self, *args, **kwargs)
+
+    monkeypatch.setattr(Pretrainer, "training_step", failing_step)
+    monkeypatch.setattr(type(whole.raw_model), "forward", failing_forward)
+    mended = Pretrainer(config("mended", eval_steps=3))
+    assert mended.train()["eval_loss"] == expected["eval_loss"]
+    assert all(map(torch.equal, mended.raw_model.parameters(), whole.raw_model.parameters()))
+    assert not first.exists() and not second.exists()
+    assert sum("now removed" in message for message in caplog.messages) == 2
+
+
+def test_compiled_code_that_is_broken_again_ends_the_run(tmp_path, config, monkeypatch):
     from hfgpt.errors import RunError
     from hfgpt.trainer import Pretrainer
 
-    broken = tmp_path / "c4.main.so"
-    broken.write_bytes(b"")
-    error = type("InductorError", (Exception,), {})(f"ImportError: {broken}: file too short")
+    file, error = broken_file(tmp_path, "c6")
 
     def fails(*_, **__):
         raise error
 
     monkeypatch.setattr(Pretrainer, "training_step", fails)
-    with pytest.raises(RunError, match=r"c4\.main\.so, now removed\); start again; no checkpoint has been written"):
+    with pytest.raises(RunError, match=r"remove .*c6\.main\.so, see that its disk .* no checkpoint has been written"):
         Pretrainer(config()).train()
-    assert not broken.exists()

@@ -344,6 +344,16 @@ def test_compiled_in_place_the_keys_are_clean_and_graphs_few(tmp_path, ids):
     reloaded(model.eval(), tmp_path)
 
 
+def test_one_block_compiled_by_itself_saves_under_its_own_names(tmp_path, ids):  # C51
+    model = tiny().eval()
+    expected, names = model(ids).logits, set(model.state_dict()) - {"lm_head.weight"}
+    model.transformer.h[0] = torch.compile(model.transformer.h[0], backend="eager")
+    torch.testing.assert_close(model(ids).logits, expected)
+    model.save_pretrained(tmp_path)
+    assert set(load_file(tmp_path / "model.safetensors")) == names
+    assert torch.equal(GPT2LMHeadModel.from_pretrained(tmp_path)(ids).logits, expected)
+
+
 def test_the_forms_that_a_compiled_cpu_model_takes_are_the_same_functions():
     """GELU within 1e-6 of transformers' own in float32, attention equal to torch's, both with their gradients."""
     x = (4 * torch.randn(4000, generator=torch.Generator().manual_seed(0))).requires_grad_()
