@@ -222,7 +222,7 @@ def test_compiled_code_that_is_broken_again_ends_the_run(tmp_path, config, monke
     from hfgpt.errors import RunError
     from hfgpt.trainer import Pretrainer
 
-    file, error = broken_file(tmp_path, "c6")
+    _, error = broken_file(tmp_path, "c6")
 
     def fails(*_, **__):
         raise error

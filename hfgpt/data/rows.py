@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow.parquet as pq
 
 from hfgpt.data.remote import first_line
-from hfgpt.data.sources import _kind, _opened, _reading
+from hfgpt.data.sources import file_kind, open_file, read_patiently
 from hfgpt.errors import UserError
 
 
@@ -22,15 +22,15 @@ def read_rows(file: str, patience_seconds: float = 900.0) -> Iterator[tuple[int,
     """
 
     def whole() -> bytes:
-        with _opened(file) as handle:
+        with open_file(file) as handle:
             return handle.read()
 
-    kind = _kind(file)
+    kind = file_kind(file)
     if kind not in ("lines", "parquet"):
         raise UserError(f"dataset: {file} holds no rows; give a jsonl or parquet file")
-    data = _reading(file, whole, patience_seconds)
+    data = read_patiently(file, whole, patience_seconds)
     if kind == "parquet":
-        table = _reading(file, lambda: pq.read_table(io.BytesIO(data)), patience_seconds)
+        table = read_patiently(file, lambda: pq.read_table(io.BytesIO(data)), patience_seconds)
         yield from enumerate((row for batch in table.to_batches() for row in batch.to_pylist()), 1)
         return
     for number, line in enumerate(data.removeprefix(b"\xef\xbb\xbf").split(b"\n"), 1):

@@ -100,7 +100,7 @@ class Source:
         Raises BadFile if the file as a whole cannot be read, RunError if the way to it fails for too long.
         """
         try:
-            return _reading(unit.file, lambda: self._rows(unit), self.patience_seconds)
+            return read_patiently(unit.file, lambda: self._rows(unit), self.patience_seconds)
         except BadFile as error:
             if not self.skip_bad_files:
                 raise
@@ -108,12 +108,12 @@ class Source:
             return [Unusable("bad_file")]
 
     def _rows(self, unit: Unit) -> list[str | Unusable]:
-        kind = _kind(unit.file)
+        kind = file_kind(unit.file)
         values: list[Any]
         if unit.file == "embedded":
             values = list(embedded_documents())
         elif kind == "parquet":
-            with _opened(unit.file) as handle:
+            with open_file(unit.file) as handle:
                 reader = pq.ParquetFile(handle, metadata=_footer(unit.file, _version(unit.file)))
                 rows = reader.read_row_group(unit.start, columns=[self.text_column], use_threads=False)
             values = rows[0].cast(pa.large_binary()).to_pylist()  # arrow does not check what a file calls text
@@ -177,12 +177,12 @@ def open_source(
         in_split, commit = hub_files(dataset, name, split, revision, min(patience_seconds, START_PATIENCE_SECONDS))
         fingerprint = {"dataset": dataset, "name": name, "split": split, "commit": commit}
         label = f"{dataset} ({', '.join(filter(None, [name, split]))}) at commit {commit[:8]}"
-        if not (files := list(filter(_kind, in_split))):
+        if not (files := list(filter(file_kind, in_split))):
             raise UserError(f"dataset={dataset}: no {KNOWN} file in split {split}, which has {in_split[0]}")
 
     def look(file: str) -> tuple[list[Unit], int] | BadFile:
         try:
-            return _reading(file, lambda: _file_units(file, text_column), patience_seconds)
+            return read_patiently(file, lambda: _file_units(file, text_column), patience_seconds)
         except BadFile as error:
             return error
 
@@ -196,8 +196,8 @@ def open_source(
         files = [file for file in files if file not in bad]
     if is_local:
         fingerprint = _identity(files)
-    for file in [file for file in files if _kind(file) == "lines"][:1]:
-        _reading(file, partial(_check_lines, file, text_column), patience_seconds)
+    for file in [file for file in files if file_kind(file) == "lines"][:1]:
+        read_patiently(file, partial(_check_lines, file, text_column), patience_seconds)
     units, sizes = zip(*(looks[file] for file in files), strict=True)
     return Source(
         units=[unit for of_file in units for unit in of_file],
@@ -212,7 +212,7 @@ def open_source(
     )
 
 
-def _kind(file: str) -> str | None:
+def file_kind(file: str) -> str | None:
     return KINDS.get(Path(re.sub(r"(?<!\.parquet)\.gz$", "", file.lower())).suffix)
 
 
@@ -224,12 +224,12 @@ def local_files(dataset: str) -> tuple[list[str], int] | None:
     if path.exists() or glob.has_magic(dataset):
         pattern = os.path.join(glob.escape(str(path)), "**") if path.exists() else str(path)
         found = sorted(filter(os.path.isfile, [str(path), *glob.glob(pattern, recursive=True)]))
-        if files := list(filter(_kind, found)):
+        if files := list(filter(file_kind, found)):
             return files, len(found) - len(files)
         raise UserError(f"dataset={dataset}: no {KNOWN} file among {len(found)} found; convert the text to one")
-    if re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", dataset) and _kind(dataset) is None:
+    if re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", dataset) and file_kind(dataset) is None:
         return None
-    names = [other.name for other in path.parent.glob("*") if _kind(other.name) or other.is_dir()]
+    names = [other.name for other in path.parent.glob("*") if file_kind(other.name) or other.is_dir()]
     near = difflib.get_close_matches(path.name, names)
     near = [name for name in near if difflib.get_close_matches(path.stem, [Path(name).stem])]  # not the suffix alone
     hint = f"did you mean {Path(dataset).with_name(near[0])}?" if near else "check the path"
@@ -243,7 +243,7 @@ def _identity(files: list[str]) -> dict[str, Any]:
     root, hashes = os.path.commonpath([os.path.dirname(file) for file in files]), {}
     for file in files:
         identity = xxhash.xxh3_64()
-        with _opened(file, uncompressed=False) as handle:
+        with open_file(file, uncompressed=False) as handle:
             size = handle.seek(0, os.SEEK_END)
             for sample in range(SAMPLES):
                 start, stop = size * sample // SAMPLES, size * (sample + 1) // SAMPLES
@@ -255,7 +255,7 @@ def _identity(files: list[str]) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _opened(file: str, uncompressed: bool = True) -> Iterator[Any]:
+def open_file(file: str, uncompressed: bool = True) -> Iterator[Any]:
     """The file, open to read, and uncompressed unless asked otherwise. Each read of a remote one is one request."""
     filesystem, path = url_to_fs(file)
     compressed = uncompressed and file.lower().endswith(".gz")
@@ -283,7 +283,7 @@ class _Complete:
         return data
 
 
-def _reading(file: str, read: Callable[[], T], patience_seconds: float) -> T:
+def read_patiently(file: str, read: Callable[[], T], patience_seconds: float) -> T:
     """What `read` returns of `file`, a remote one read patiently. Raises BadFile where the file itself is at fault."""
     try:
         return patiently(read, file, patience_seconds) if "://" in file else read()
@@ -303,17 +303,17 @@ def _reading(file: str, read: Callable[[], T], patience_seconds: float) -> T:
 
 def _file_units(file: str, text_column: str) -> tuple[list[Unit], int]:
     """The units of a file, and its size in bytes."""
-    with _opened(file, uncompressed=False) as handle:
+    with open_file(file, uncompressed=False) as handle:
         head = handle.read(64)
         size = handle.seek(0, os.SEEK_END)
         handle.seek(max(0, size - 4))
         tail = handle.read(4)
-    if _kind(file) == "text" and b"\0" in head and not file.lower().endswith(".gz"):
+    if file_kind(file) == "text" and b"\0" in head and not file.lower().endswith(".gz"):
         raise BadFile(f"dataset: {file} holds zero bytes, as UTF-16 and binary files do; convert it to UTF-8")
-    is_page = _kind(file) != "text" and head.lstrip().startswith(b"<")
+    is_page = file_kind(file) != "text" and head.lstrip().startswith(b"<")
     if is_page or head.startswith(b"version https://git-lfs"):
         raise BadFile(f"dataset: {file} is a Git LFS pointer or a web page, not the data; fetch the file itself")
-    if _kind(file) == "parquet":
+    if file_kind(file) == "parquet":
         metadata = _footer(file, _version(file))
         schema = metadata.schema.to_arrow_schema()
         if schema.names.count(text_column) != 1:
@@ -324,12 +324,12 @@ def _file_units(file: str, text_column: str) -> tuple[list[Unit], int]:
             raise BadFile(f"text_column={text_column}: holds {kind}, not text, in {file}; name a text column")
         counts = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
         return [Unit(file, group, rows=rows) for group, rows in enumerate(counts) if rows], size
-    if _kind(file) == "text" and size <= IN_MEMORY_BYTES:
+    if file_kind(file) == "text" and size <= IN_MEMORY_BYTES:
         return [Unit(file, rows=1, one_document=True)], size
     if file.lower().endswith(".gz"):
         length = int.from_bytes(tail, "little")  # of the last part of the file, modulo 2^32
         if size <= IN_MEMORY_BYTES:
-            with _opened(file) as handle:
+            with open_file(file) as handle:
                 length = handle.seek(0, os.SEEK_END)
         # Each span is reached by uncompressing what lies before, so they are large. The last has all that is left.
         starts = range(0, max(1, length), GZIP_SPAN_BYTES)
@@ -339,7 +339,7 @@ def _file_units(file: str, text_column: str) -> tuple[list[Unit], int]:
 
 @functools.lru_cache(maxsize=32)  # an entry can take megabytes, so only those of the files being read
 def _footer(file: str, version: Any) -> Any:
-    with _opened(file) as handle:
+    with open_file(file) as handle:
         return pq.read_metadata(handle)
 
 
@@ -366,7 +366,7 @@ def _check_lines(file: str, text_column: str) -> None:
 def _read_lines(unit: Unit) -> bytes:
     """The lines that begin in [start, stop) of the file, without a byte order mark."""
     start = max(unit.start - 1, 0)  # a line that begins at `start` follows a line end just before it
-    with _opened(unit.file) as handle:
+    with open_file(unit.file) as handle:
         handle.seek(start)
         data = handle.read() if unit.stop < 0 else handle.read(unit.stop - start)
         if unit.start:

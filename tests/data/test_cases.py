@@ -171,7 +171,7 @@ def far(tmp_path, monkeypatch):
     """A source of three files, faults that reading a file raises in turn (by its name), and the pauses made."""
     source = source_of(tmp_path / "text", [[10]] * 3)
     units = [unit._replace(file=f"file://{unit.file}") for unit in source.units]
-    faults, pauses, opened = {}, [], sources._opened
+    faults, pauses, opened = {}, [], sources.open_file
 
     def failing(file, *args, **kwargs):
         for name, errors in faults.items():
@@ -179,7 +179,7 @@ def far(tmp_path, monkeypatch):
                 raise errors.pop(0)
         return opened(file, *args, **kwargs)
 
-    monkeypatch.setattr(sources, "_opened", failing)
+    monkeypatch.setattr(sources, "open_file", failing)
     monkeypatch.setattr("hfgpt.data.remote.time.sleep", pauses.append)
     sources._footer.cache_clear()
     take_events()
@@ -247,7 +247,7 @@ def test_what_the_system_refuses_of_a_local_file_is_no_bad_file(tmp_path, monkey
     def refuse(*_, **__):
         raise error
 
-    monkeypatch.setattr(sources, "_opened", refuse)
+    monkeypatch.setattr(sources, "open_file", refuse)
     with pytest.raises(UserError, match=f"a.txt cannot be read.*{error.strerror}") as told:
         open_source(str(tmp_path), skip_bad_files=True)
     assert type(told.value) is UserError
