@@ -13,9 +13,11 @@ import resource
 import shutil
 import sys
 import sysconfig
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import transformers
@@ -26,6 +28,7 @@ from accelerate.utils import InitProcessGroupKwargs
 from hfgpt.errors import UserError
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 # Compiling for a CPU takes 20 to 70 seconds, as much as it saves in about this many passes of a small model.
 SHORT_RUN_FORWARD_PASSES = 200
@@ -155,6 +158,16 @@ def remove_broken_code(error: Exception) -> bool:
     broken.unlink(missing_ok=True)
     logger.warning("the compiler's cache held a broken file, as a killed process leaves one: %s, now removed", broken)
     return True
+
+
+def with_code_mended(call: Callable[[], T]) -> T:
+    """What `call` returns, which is called again where `remove_broken_code` helped."""
+    while True:
+        try:
+            return call()
+        except Exception as error:
+            if not remove_broken_code(error):
+                raise
 
 
 def _missing_for_compile(device: torch.device) -> str | None:

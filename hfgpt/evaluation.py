@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import nn
 
-from hfgpt.device import remove_broken_code
+from hfgpt.device import with_code_mended
 from hfgpt.errors import UserError
 
 UNSCORED = -100  # torch's mark of a target that does not count
@@ -91,23 +92,14 @@ def summed_nll(
         blocks = scored_blocks(tokens, mine[start : start + batch_size], sequence_length)
         ids, labels = (torch.from_numpy(block).to(device) for block in blocks)
         options = {"num_items_in_batch": one, "use_cache": False, **attention(ids)}
+        forward = partial(model, input_ids=ids, shift_labels=labels, **options)
         with accelerator.autocast():
-            sums.append(_loss(model, input_ids=ids, shift_labels=labels, **options))
+            sums.append(with_code_mended(forward).loss)
     model.train(was_training)
     if stopped:
         return None
     # In float64, on the CPU as not every device has it.
     return sum(gather_object([torch.stack(sums).cpu().double().sum().item()]))
-
-
-def _loss(model: nn.Module, **inputs: Any) -> torch.Tensor:
-    """By itself, as what fails by a broken compiled file can be done again, but not the asking of other processes."""
-    while True:
-        try:
-            return model(**inputs).loss
-        except Exception as error:
-            if not remove_broken_code(error):
-                raise
 
 
 def evaluate(

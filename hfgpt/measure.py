@@ -21,6 +21,7 @@ from hfgpt.device import (
     reset_peak_memory,
     start_accelerator,
     synchronize,
+    with_code_mended,
 )
 from hfgpt.distributed import HostGroup
 from hfgpt.errors import UserError
@@ -201,7 +202,7 @@ def _peak_bytes(run: TrainingStep, cut: Batch, tokens: torch.Tensor) -> int | No
     release_memory(device)
     reset_peak_memory(device)
     try:
-        _seconds(run, cut, tokens)
+        with_code_mended(lambda: _seconds(run, cut, tokens))
     except MemoryRanOut:
         run.optimizer.zero_grad()
         return None

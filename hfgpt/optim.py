@@ -48,7 +48,7 @@ def build_optimizer(model: nn.Module, config: PretrainConfig) -> torch.optim.Opt
 class BatchedMuon(torch.optim.Muon):
     """torch's Muon, its updates to the bit, with matrices of one shape orthogonalised together.
 
-    That takes half its time on two cores (tests/benchmarks/LEDGER.md). Where processes share the parameters, a batch is
+    Always with Nesterov's momentum and `match_rms_adamw`. It takes half the time on two cores (tests/benchmarks/LEDGER.md). Where processes share the parameters, a batch is
     gathered once, and not each matrix in each product.
     """
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedTokenizerBase
 
 from hfgpt.config import Batch, PretrainConfig
-from hfgpt.device import CompileChoice, Precision, seed_random_numbers, step_seed
+from hfgpt.device import CompileChoice, Precision, seed_random_numbers, step_seed, with_code_mended
 from hfgpt.distributed import HostGroup, shared_model
 from hfgpt.guard import StepResult
 from hfgpt.micro_batch import MemoryWatch
@@ -126,7 +126,7 @@ class TrainingStep:
         ids = torch.randint(vocabulary, (batch.micro_batch, batch.sequence_length), device=device)
         with self.accelerator.no_sync(self.model), self.accelerator.autocast():
             options = {"num_items_in_batch": ids.numel(), **self.attention(ids)}
-            self.model(input_ids=ids, shift_labels=ids, **options).loss.backward()
+            with_code_mended(lambda: self.model(input_ids=ids, shift_labels=ids, **options).loss.backward())
 
     def rehearse(self) -> None:
         """A micro-batch forward and backward where several processes hold the model.

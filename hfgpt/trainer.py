@@ -144,16 +144,12 @@ class Pretrainer(PreparedRun):
             self.rehearse_all()
 
     def rehearse_all(self) -> None:
-        """`rehearse`, until the micro-batch is one that fits and its code can be loaded."""
+        """`rehearse`, until the micro-batch is one that fits."""
         while True:
             try:
                 return self.rehearse()
             except MemoryRanOut:
                 pass
-            except Exception as error:
-                if not remove_broken_code(error):
-                    raise
-                continue
             self.use_smaller_micro_batch(self.state.global_step + 1)
 
     def use_smaller_micro_batch(self, step: int) -> None:

@@ -146,5 +146,5 @@ def test_doctor_says_what_the_machine_offers(monkeypatch, capsys):
     assert facts["torch_compile_reason"] and facts["device_name"]
     assert 1 <= facts["threads"] <= facts["cores"]
     assert facts["peak_tflops_measured"] > 0
-    assert facts["versions"]["torch"] == torch.__version__
+    assert torch.__version__.startswith(facts["versions"]["torch"])  # which may go on with +cu130
     assert facts["versions"].keys() >= {"python", "hfgpt", "transformers", "accelerate", "datasets"}
