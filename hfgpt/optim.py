@@ -48,8 +48,9 @@ def build_optimizer(model: nn.Module, config: PretrainConfig) -> torch.optim.Opt
 class BatchedMuon(torch.optim.Muon):
     """torch's Muon, its updates to the bit, with matrices of one shape orthogonalised together.
 
-    Always with Nesterov's momentum and `match_rms_adamw`. It takes half the time on two cores (tests/benchmarks/LEDGER.md). Where processes share the parameters, a batch is
-    gathered once, and not each matrix in each product.
+    Always with Nesterov's momentum and `match_rms_adamw`. It takes half the time on two cores
+    (tests/benchmarks/LEDGER.md). Where processes share the parameters, a batch is gathered once, and not each matrix in
+    each product.
     """
 
     @torch.no_grad()
