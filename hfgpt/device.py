@@ -32,6 +32,7 @@ T = TypeVar("T")
 
 # Compiling for a CPU takes 20 to 70 seconds, as much as it saves in about this many passes of a small model.
 SHORT_RUN_FORWARD_PASSES = 200
+COMPILER_ERRORS = ("InductorError", "BackendCompilerFailed")  # by name, as their modules take a second to import
 
 
 @dataclass(frozen=True)
@@ -135,14 +136,25 @@ def choose_compile(requested: str | bool, device: torch.device, forward_passes: 
     return CompileChoice(not missing, missing or "a compiler is at hand and the run is long enough")
 
 
+def compiler_fault(error: Exception) -> str | None:
+    """What to tell of an error of torch's compiler, and the way out; None for other errors."""
+    if type(error).__name__ not in COMPILER_ERRORS and not broken_code(error):
+        return None
+    what = next((line for line in str(error).splitlines() if "raised:" not in line), type(error).__name__)
+    cache = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or "its cache, torchinductor_<user> in the temporary folder"
+    return (
+        f"torch.compile failed ({what}); see that the disk is not full, remove {cache}, and start again, or train "
+        "without it by --torch_compile false"
+    )
+
+
 def broken_code(error: Exception) -> Path | None:
     """The file of the compiler's cache that `error` says cannot be loaded: a process killed while it compiled left it,
     or a disk that was full.
     """
     reason = r"(?:file too short|invalid ELF header|cannot read file data)"
     found = re.search(rf"(/\S+/c\w+(?:\.main)?\.so): {reason}", str(error))
-    # The last two come bare from a backward pass.
-    kinds = ("InductorError", "BackendCompilerFailed", "ImportError", "OSError")
+    kinds = (*COMPILER_ERRORS, "ImportError", "OSError")  # the last two come bare from a backward pass
     return Path(found[1]) if found and type(error).__name__ in kinds else None
 
 

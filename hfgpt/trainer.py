@@ -17,7 +17,7 @@ from hfgpt import checkpoint, model_state
 from hfgpt.callbacks import why_stopped
 from hfgpt.data import told_counts
 from hfgpt.data.stream import StepBatch, batch_hash, side_by_side
-from hfgpt.device import broken_code, peak_memory_bytes, remove_broken_code
+from hfgpt.device import compiler_fault, peak_memory_bytes, remove_broken_code
 from hfgpt.errors import RunError, UserError, told_by
 from hfgpt.evaluation import evaluate
 from hfgpt.guard import Step, StepResult
@@ -107,9 +107,8 @@ class Pretrainer(PreparedRun):
                 size = self.batch.micro_batch
                 told = f"out of memory with micro-batches of {size} ({str(error).splitlines()[0]})"
                 raise RunError(f"{told}; state a smaller --per_device_train_batch_size; {self._way_on()}") from error
-            if broken := broken_code(error):
-                told = f"the compiler's cache holds a broken file; remove {broken}, see that its disk is not full"
-                raise RunError(f"{told}, and start again; {self._way_on()}") from error
+            if fault := compiler_fault(error):
+                raise RunError(f"{fault}; {self._way_on()}") from error
             if isinstance(error, RunError) and error.everywhere:
                 raise RunError(f"{error}; {self._way_on()}", everywhere=True) from error
             raise

@@ -218,15 +218,22 @@ def test_compiled_code_that_a_killed_process_left_broken_is_removed_and_made_ane
     assert sum("now removed" in message for message in caplog.messages) == 2
 
 
-def test_compiled_code_that_is_broken_again_ends_the_run(tmp_path, config, monkeypatch):
+def test_a_compiler_that_fails_is_told_with_the_way_out(tmp_path, config, monkeypatch):
+    """A file that is broken again, and any other fault of it."""
     from hfgpt.errors import RunError
     from hfgpt.trainer import Pretrainer
 
-    _, error = broken_file(tmp_path, "c6")
+    _, again = broken_file(tmp_path, "c6")
+    other = type("BackendCompilerFailed", (Exception,), {})(
+        "backend='inductor' raised:\nCppCompileError: C++ compile error"
+    )
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/the/cache")
+    for error, told in (again, "c6.main.so: file too short"), (other, "CppCompileError: C.. compile error"):
 
-    def fails(*_, **__):
-        raise error
+        def fails(*_, error=error, **__):
+            raise error
 
-    monkeypatch.setattr(Pretrainer, "training_step", fails)
-    with pytest.raises(RunError, match=r"remove .*c6\.main\.so, see that its disk .* no checkpoint has been written"):
-        Pretrainer(config()).train()
+        monkeypatch.setattr(Pretrainer, "training_step", fails)
+        way = "remove /the/cache, .* --torch_compile false; no checkpoint has been written"
+        with pytest.raises(RunError, match=rf"torch.compile failed \(.*{told}\); .*{way}"):
+            Pretrainer(config(told[:2])).train()
