@@ -153,7 +153,7 @@ def broken_code(error: Exception) -> Path | None:
     or a disk that was full.
     """
     reason = r"(?:file too short|invalid ELF header|cannot read file data)"
-    found = re.search(rf"(/\S+/c\w+(?:\.main)?\.so): {reason}", str(error))
+    found = re.search(rf"(/.+/c\w+(?:\.main)?\.so): {reason}", str(error))
     kinds = (*COMPILER_ERRORS, "ImportError", "OSError")  # the last two come bare from a backward pass
     return Path(found[1]) if found and type(error).__name__ in kinds else None
 
@@ -273,7 +273,7 @@ def keep_freed_memory() -> None:
     """Have glibc keep what a step frees for the next one.
 
     Otherwise it gives large buffers back to the system, which hands them out in the next step page by page, with zeros:
-    5 of 34 ms a step, and at 124M parameters 0.13 of 1.32 s. At its peak the process takes as much either way.
+    5 of 34 ms a step, and at 124M parameters 0.13 of 1.32 s. At its peak the process takes some 5 % more.
     """
     M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
     with contextlib.suppress(OSError, AttributeError):  # another C library

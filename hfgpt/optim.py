@@ -40,7 +40,7 @@ def build_optimizer(model: nn.Module, config: PretrainConfig) -> torch.optim.Opt
     taken = set(map(id, matrices))
     groups = [{**group, "params": [p for p in group["params"] if id(p) not in taken]} for group in groups]
     rate = config.muon_learning_rate or config.learning_rate
-    muon = BatchedMuon(matrices, rate, config.weight_decay, momentum=MUON_MOMENTUM, adjust_lr_fn="match_rms_adamw")
+    muon = BatchedMuon(matrices, rate, config.weight_decay, MUON_MOMENTUM)
     muon.param_groups[0]["lr_scale"] = rate / config.learning_rate
     return MuonWithAdamW(muon, torch.optim.AdamW(groups, **options))
 
@@ -48,10 +48,12 @@ def build_optimizer(model: nn.Module, config: PretrainConfig) -> torch.optim.Opt
 class BatchedMuon(torch.optim.Muon):
     """torch's Muon, its updates to the bit, with matrices of one shape orthogonalised together.
 
-    Always with Nesterov's momentum and `match_rms_adamw`. It takes half the time on two cores
-    (tests/benchmarks/LEDGER.md). Where processes share the parameters, a batch is gathered once, and not each matrix in
-    each product.
+    It takes half the time on two cores (tests/benchmarks/LEDGER.md). Where processes share the parameters, a batch is
+    gathered once, and not each matrix in each product. Always with Nesterov's momentum and updates as large as AdamW's.
     """
+
+    def __init__(self, params: list[nn.Parameter], lr: float, weight_decay: float, momentum: float) -> None:
+        super().__init__(params, lr, weight_decay, momentum, nesterov=True, adjust_lr_fn="match_rms_adamw")
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -72,7 +74,7 @@ class BatchedMuon(torch.optim.Muon):
         if isinstance(stacked, DTensor):
             stacked = stacked.full_tensor()
         made = orthogonalized(stacked, group["ns_coefficients"], group["ns_steps"], group["eps"])
-        rate = group["lr"] * 0.2 * max(stacked.shape[1:]) ** 0.5  # makes the update as large as AdamW's
+        rate = group["lr"] * 0.2 * max(stacked.shape[1:]) ** 0.5  # of match_rms_adamw
         for parameter, update in zip(batch, made, strict=True):
             if isinstance(parameter, DTensor):
                 update = distribute_tensor(update, parameter.device_mesh, parameter.placements, src_data_rank=None)
@@ -101,9 +103,13 @@ def orthogonalized(matrices: Tensor, coefficients: tuple[float, float, float], s
     if tall := x.shape[1] > x.shape[2]:
         x = x.mT
     x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=eps)
+    # A batch of one may round otherwise than one matrix.
+    alone, add_product = len(x) == 1, torch.addmm if len(x) == 1 else torch.baddbmm
+    x = x[0] if alone else x
     for _ in range(steps):
         gram = x @ x.mT
-        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+        x = add_product(x, add_product(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    x = x[None] if alone else x
     return x.mT if tall else x
 
 

@@ -74,3 +74,19 @@ def test_a_step_is_left_out_whole():
 def test_a_rate_for_muon_alone_is_refused_with_adamw():
     with pytest.raises(UserError, match=r"muon_learning_rate=0\.03: only optim=muon"):
         built(optim="adamw")
+
+
+@pytest.mark.parametrize(("count", "rows", "columns"), [(1, 2048, 512), (3, 96, 32), (2, 32, 96), (1, 7, 1)])
+def test_orthogonalised_together_or_alone_each_is_torchs_own(count, rows, columns):
+    torch.manual_seed(0)
+    matrices = [torch.nn.Parameter(torch.randn(rows, columns)) for _ in range(count)]
+    others = [torch.nn.Parameter(matrix.detach().clone()) for matrix in matrices]
+    ours = optim.BatchedMuon(matrices, 1e-2, 0.1, 0.9)
+    torchs = torch.optim.Muon(others, 1e-2, 0.1, 0.9, adjust_lr_fn="match_rms_adamw")
+    for _ in range(2):
+        for one, two in zip(matrices, others, strict=True):
+            one.grad = torch.randn(rows, columns)
+            two.grad = one.grad.clone()
+        ours.step()
+        torchs.step()
+    assert all(map(torch.equal, matrices, others))

@@ -45,7 +45,8 @@ def embedded_documents() -> tuple[str, ...]:
 
 def _docstrings(source: str) -> Iterator[str]:
     for literal, _ in _DOCSTRING.findall(source):
-        with warnings.catch_warnings():
+        text = ""
+        with contextlib.suppress(SyntaxError, ValueError), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of escapes that are none
             text = ast.literal_eval(literal)
         yield inspect.cleandoc(text)

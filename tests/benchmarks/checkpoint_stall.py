@@ -15,7 +15,7 @@ from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-from side_by_side import keep, machine
+from side_by_side import at_least_one, keep, machine
 from transformers import TrainerCallback
 
 from hfgpt import PretrainConfig, Pretrainer, checkpoint
@@ -39,9 +39,9 @@ class TimedPretrainer(Pretrainer):
         self.blocking, self.writing, self.bytes = False, False, 0
         super().__init__(config, [Rounds(self, rounds)])
 
-    def save(self) -> None:
+    def save(self, at_end: bool = False) -> None:
         start = self.now()
-        super().save()
+        super().save(at_end)
         if self.blocking:
             self.note_saved(wait=True)
         self.seconds[BLOCKING if self.blocking else STALL].append(self.now() - start)
@@ -93,7 +93,7 @@ write_checkpoint = checkpoint.write_checkpoint
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False, add_help=False)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=at_least_one, default=3)
     options, settings = parser.parse_known_args()
     facts, small = machine(), default_device().type == "cpu"
     with tempfile.TemporaryDirectory() as folder:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import train_step
-from side_by_side import Candidate, Gate, keep, machine, parser, ratios, side_by_side, told, use_cores
+from side_by_side import Candidate, Gate, at_least_one, keep, machine, parser, ratios, side_by_side, told, use_cores
 
 BARE = "bare loop, same compiled model"
 DETERMINISTIC = "bare loop, deterministic as ours"
@@ -42,8 +42,8 @@ def bare_ours(gate: Gate, case: dict[str, Any], deterministic: bool = False) -> 
 
 def main() -> None:
     options = parser(__doc__)
-    options.add_argument("--sizes", nargs="+", type=int, default=[26], help="micro-batches of char-cpu")
-    options.add_argument("--rounds", type=int, default=15)
+    options.add_argument("--sizes", nargs="+", type=at_least_one, default=[26], help="micro-batches of char-cpu")
+    options.add_argument("--rounds", type=at_least_one, default=15)
     options.add_argument("--candidate", nargs="+", help="(the other end)")
     given = options.parse_args()
     if given.candidate:

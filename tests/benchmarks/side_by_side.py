@@ -160,6 +160,7 @@ def machine(threads: int | None = None) -> dict[str, Any]:
 def keep(name: str, facts: dict[str, Any], results: dict[str, Any]) -> None:
     """Write results/NAME.json, with the load at the end beside that at the beginning."""
     facts = {**facts, "load_after": [round(load, 2) for load in os.getloadavg()]}
+    facts["arguments"] = [Path(word).name for word in sys.argv[1:]]
     RESULTS.mkdir(exist_ok=True)
     rounded = json.loads(json.dumps(results), parse_float=lambda text: float(f"{float(text):.5g}"))
     (RESULTS / f"{name}.json").write_text(json.dumps({"machine": facts, **rounded}, indent=1) + "\n")
@@ -193,9 +194,16 @@ def use_cores(threads: int | None) -> None:
         os.environ.pop("OMP_NUM_THREADS", None)
 
 
+def at_least_one(text: str) -> int:
+    """For argparse."""
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{number}: at least 1")
+    return number
+
+
 def parser(documentation: str | None) -> argparse.ArgumentParser:
     found = argparse.ArgumentParser(
         description=documentation, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    found.add_argument("--threads", type=int, help="cores to keep to; default: all")
+    found.add_argument("--threads", type=at_least_one, help="cores to keep to; default: all")
     return found

@@ -15,7 +15,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from side_by_side import REPOSITORY, keep, machine, parser, use_cores
+from side_by_side import REPOSITORY, at_least_one, keep, machine, parser, use_cores
 
 
 def first_step_seconds(cache: str) -> float:
@@ -53,7 +53,7 @@ def help_seconds() -> float:
 
 def main() -> None:
     options = parser(__doc__)
-    options.add_argument("--rounds", type=int, default=3)
+    options.add_argument("--rounds", type=at_least_one, default=3)
     given = options.parse_args()
     use_cores(given.threads)
     facts = machine(given.threads)

@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import numpy as np
 import torch
 from hub_server import HubServer
-from side_by_side import keep, machine
+from side_by_side import at_least_one, keep, machine
 
 from hfgpt.config import PretrainConfig
 from hfgpt.data import prepare_data
@@ -42,7 +42,7 @@ def main() -> None:
     parser.add_argument("--dataset", help="parquet file or folder; without it, repeated embedded text of 100 MB")
     parser.add_argument("--tokenizer", default="bpe-4096")
     parser.add_argument("--tokens", type=int, default=4_000_000, help="per measurement")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=at_least_one, default=3)
     parser.add_argument("--resume-only", action="store_true")
     parser.add_argument("--resume-client", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -13,7 +13,18 @@ import tempfile
 import time
 
 import train_step
-from side_by_side import check_paths, keep, machine, nanogpt_model, parser, ratios, side_by_side, told, use_cores
+from side_by_side import (
+    at_least_one,
+    check_paths,
+    keep,
+    machine,
+    nanogpt_model,
+    parser,
+    ratios,
+    side_by_side,
+    told,
+    use_cores,
+)
 
 NANOGPT_LOSS, NANOGPT_STEPS = 1.893, 2000
 TUNED = {"optim": "muon", "learning_rate": 1e-2, "lr_scheduler_type": "linear", "warmup_steps": 20, "adam_beta2": 0.99}
@@ -53,10 +64,10 @@ def time_steps(folder: str, options) -> dict:
 def main() -> None:
     options = parser(__doc__)
     options.add_argument("--dataset", help="the tiny Shakespeare file")
-    options.add_argument("--steps", nargs="+", type=int, default=[500])
-    options.add_argument("--seeds", nargs="+", type=int, default=[1337])
+    options.add_argument("--steps", nargs="+", type=at_least_one, default=[500])
+    options.add_argument("--seeds", nargs="+", type=int, default=[1337, 1, 2])
     options.add_argument("--nanogpt", help="folder of a checkout of nanoGPT")
-    options.add_argument("--rounds", type=int, default=7)
+    options.add_argument("--rounds", type=at_least_one, default=7)
     given = options.parse_args()
     if not given.dataset:
         sys.exit("--dataset: name the tiny Shakespeare file (1,115,394 characters)")
@@ -73,7 +84,10 @@ def main() -> None:
         theirs = NANOGPT_STEPS * statistics.median(one["wall"] for one in found["nanoGPT"])
         short = [one for seeds in runs.values() for one in seeds.values() if one["eval_loss"] <= NANOGPT_LOSS]
         if short:
-            share = {key: min(one[key] for one in short) / theirs for key in ("training_seconds", "all_seconds")}
+            share = {
+                key: statistics.median(one[key] for one in short) / theirs
+                for key in ("training_seconds", "all_seconds")
+            }
             results["share_of_nanogpts_time"] = share
             print(f"  to {NANOGPT_LOSS} in this share of nanoGPT's {theirs:.0f} s: {share}", flush=True)
     keep("tokens_to_loss", facts, results)

@@ -22,6 +22,7 @@ from typing import Any
 from side_by_side import (
     Candidate,
     Gate,
+    at_least_one,
     check_paths,
     keep,
     machine,
@@ -246,7 +247,11 @@ def start(name: str, case: str, folder: str, options: Any, **changes: Any) -> Ca
 
 def on_cpu(case: str, folder: str, options: Any) -> dict[str, Any]:
     write_text(Path(folder), CASES[case]["vocabulary"])
-    names = [name for name in options.candidates or ON_CPU if name != "nanoGPT" or options.nanogpt]
+    names = [
+        name
+        for name in {OURS: 0, **dict.fromkeys(options.candidates or ON_CPU)}
+        if name != "nanoGPT" or options.nanogpt
+    ]
     print(f"{case}: T = {CASES[case]['T']}, micro-batch {CASES[case]['B']}", flush=True)
     running = [start(name, case, folder, options) for name in names]
     try:
@@ -291,10 +296,10 @@ def main() -> None:
     options.add_argument("--case", nargs="+", choices=list(CASES), default=list(CASES))
     options.add_argument("--candidates", nargs="+", choices=list(CANDIDATES))
     options.add_argument("--nanogpt", help="folder of a checkout of nanoGPT")
-    options.add_argument("--rounds", type=int, default=5)
-    options.add_argument("--steps", type=int, help="of a turn")
+    options.add_argument("--rounds", type=at_least_one, default=5)
+    options.add_argument("--steps", type=at_least_one, help="of a turn")
     options.add_argument("--gpu", action="store_true")
-    options.add_argument("--sizes", nargs="+", type=int, help="micro-batches on a card")
+    options.add_argument("--sizes", nargs="+", type=at_least_one, help="micro-batches on a card")
     options.add_argument("--seconds", type=float, default=540, help="after which no further candidate starts on a card")
     options.add_argument("--candidate", nargs="+", help="(the other end)")
     given = options.parse_args()
