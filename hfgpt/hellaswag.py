@@ -17,12 +17,13 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list, gather_object
+from accelerate.utils import gather_object
 
 from hfgpt.data.remote import hub_files
 from hfgpt.data.rows import read_rows
 from hfgpt.data.sources import local_files
 from hfgpt.data.tokenization import unknown_characters
+from hfgpt.distributed import HostGroup
 from hfgpt.errors import RunError, UserError
 
 T = TypeVar("T")
@@ -66,6 +67,7 @@ def hellaswag(
     *,
     batch_size: int,
     accelerator: Accelerator,
+    host: HostGroup,
     limit: int | None = None,
 ) -> dict[str, Any]:
     """Accuracy of a causal language model (ours, or any of transformers) on HellaSwag, the same on every process.
@@ -90,7 +92,7 @@ def hellaswag(
     if entries > rows:
         sizes = f"the tokenizer has {entries:,} entries and the model {rows:,} rows"
         raise UserError(f"{sizes}; use the tokenizer that the model was trained with")
-    examples, place = _on_main(accelerator, source or HUB_DATASET, limit, tokenizer)
+    examples, place = host.from_main(lambda: _read(source or HUB_DATASET, limit, tokenizer))  # the Hub is asked once
     own = examples[accelerator.process_index :: accelerator.num_processes]
     positions = getattr(plain.config, "max_position_embeddings", None)
     texts = [_text(example.context, ending, positions) for example in own for ending in example.endings]
@@ -109,24 +111,6 @@ def hellaswag(
         "padded_rows": rows - entries,
         "seconds": time.perf_counter() - began,
     }
-
-
-def _on_main(
-    accelerator: Accelerator, source: str, limit: int | None, tokenizer: Any
-) -> tuple[list[Example], dict[str, Any]]:
-    """What `_read` returns, or raises, on the main process: the Hub is asked once."""
-    outcome: list[Any] = [None, None]
-    fault: Exception | None = None
-    if accelerator.is_main_process:
-        try:
-            outcome[0] = _read(source, limit, tokenizer)
-        except Exception as error:  # the others wait for word of it
-            fault = error
-            outcome[1] = error if isinstance(error, UserError | RunError) else RunError(f"{type(error).__name__}")
-    broadcast_object_list(outcome)
-    if fault := fault or outcome[1]:
-        raise fault
-    return outcome[0]
 
 
 def _read(source: str, limit: int | None, tokenizer: Any) -> tuple[list[Example], dict[str, Any]]:

@@ -103,14 +103,12 @@ def orthogonalized(matrices: Tensor, coefficients: tuple[float, float, float], s
     if tall := x.shape[1] > x.shape[2]:
         x = x.mT
     x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=eps)
-    # A batch of one may round otherwise than one matrix.
-    alone, add_product = len(x) == 1, torch.addmm if len(x) == 1 else torch.baddbmm
-    x = x[0] if alone else x
+    x = x.squeeze(0)  # as torch does with one alone: a batch of one may round otherwise
+    add_product = torch.addmm if x.dim() == 2 else torch.baddbmm
     for _ in range(steps):
         gram = x @ x.mT
         x = add_product(x, add_product(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    x = x[None] if alone else x
-    return x.mT if tall else x
+    return (x.mT if tall else x).reshape(matrices.shape)
 
 
 class MuonWithAdamW(torch.optim.Optimizer):

@@ -190,8 +190,8 @@ def score_task(
 ) -> dict[str, Any]:
     """What `hfgpt.hellaswag.hellaswag` returns: `task` is hellaswag."""
     assert task == "hellaswag"
-    options: dict[str, Any] = {"batch_size": batch_size, "accelerator": subject.accelerator, "limit": limit}
-    return hellaswag(subject.model, subject.tokenizer, source, **options)
+    processes: dict[str, Any] = {"accelerator": subject.accelerator, "host": subject.host}
+    return hellaswag(subject.model, subject.tokenizer, source, batch_size=batch_size, limit=limit, **processes)
 
 
 def _trained_with(folder: Path) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from accelerate import Accelerator
 from running import trained
 
 from hfgpt import PretrainConfig
+from hfgpt.distributed import HostGroup
 from hfgpt.evaluation import evaluate
 from hfgpt.generation import load_checkpoint
 from hfgpt.hellaswag import hellaswag
@@ -219,7 +220,8 @@ def test_the_evaluation_harness_by_its_command(folder, used, tmp_path):
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     found = used(COMMAND, "lm_eval", text=json.dumps(rows))
     model, tokenizer = load_checkpoint(folder)
-    ours = hellaswag(model, tokenizer, str(tmp_path / "rows.jsonl"), batch_size=8, accelerator=Accelerator(cpu=True))
+    processes = {"accelerator": Accelerator(cpu=True), "host": HostGroup(60.0)}
+    ours = hellaswag(model, tokenizer, str(tmp_path / "rows.jsonl"), batch_size=8, **processes)
     assert ours["cropped"] == 0 and 0 < ours["accuracy"] < 1
     assert (found["acc,none"], found["acc_stderr,none"]) == pytest.approx((ours["accuracy"], ours["accuracy_stderr"]))
 

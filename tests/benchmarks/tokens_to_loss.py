@@ -8,7 +8,6 @@ run's time is compared with 2,000 of them; without it, the steps of AdamW are ti
 from __future__ import annotations
 
 import statistics
-import sys
 import tempfile
 import time
 
@@ -63,14 +62,12 @@ def time_steps(folder: str, options) -> dict:
 
 def main() -> None:
     options = parser(__doc__)
-    options.add_argument("--dataset", help="the tiny Shakespeare file")
+    options.add_argument("--dataset", required=True, help="the tiny Shakespeare file (1,115,394 characters)")
     options.add_argument("--steps", nargs="+", type=at_least_one, default=[500])
     options.add_argument("--seeds", nargs="+", type=int, default=[1337, 1, 2])
     options.add_argument("--nanogpt", help="folder of a checkout of nanoGPT")
     options.add_argument("--rounds", type=at_least_one, default=7)
     given = options.parse_args()
-    if not given.dataset:
-        sys.exit("--dataset: name the tiny Shakespeare file (1,115,394 characters)")
     check_paths(given.dataset, nanogpt_model(given.nanogpt))
     use_cores(given.threads)
     facts, runs = machine(given.threads), {}

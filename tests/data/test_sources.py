@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from hfgpt.data import sources
+from hfgpt.data import embedded, sources
 from hfgpt.data.embedded import embedded_documents
 from hfgpt.data.sources import Unusable, open_source
 from hfgpt.errors import UserError
@@ -135,6 +135,26 @@ def test_invalid_utf8_in_parquet_is_counted(tmp_path):
     column = pa.array([b"fine", b"caf\xe9", None], pa.binary()).view(pa.string())
     pq.write_table(pa.table({"text": column}), tmp_path / "a.parquet")
     assert read(open_source(str(tmp_path / "a.parquet"))) == (["fine"], {"invalid_utf8": 1, "null": 1})
+
+
+def test_docstrings_are_found_wherever_python_has_them_and_other_strings_are_not():
+    quote = '"' * 3
+    source = f"""# -*- coding: utf-8 -*-
+
+{quote}Of the module.{quote}
+text = {quote}no docstring{quote}
+class A(B):
+    r{quote}Of the class: \\d.{quote}
+    async def f(self, x: int = 3) -> int:  # a comment
+
+        {"'" * 3}Of the method,
+        in two lines, with \\"quotes\\" and \\x41.{"'" * 3}
+        return call({quote}no docstring{quote})
+    def g(self):
+        {quote}Not \\xZZ Python.{quote}
+"""
+    found = ["Of the module.", "Of the class: \\d.", 'Of the method,\nin two lines, with "quotes" and A.', ""]
+    assert list(embedded._docstrings(source)) == found
 
 
 @pytest.mark.slow
