@@ -32,6 +32,12 @@ class RunError(RuntimeError):
         self.exit_code, self.everywhere = exit_code, everywhere
 
 
+def first_line(error: BaseException) -> str:
+    """The type and the first line of an exception."""
+    cause = (str(error).strip() or "no message").splitlines()[0]
+    return f"{type(error).__name__}: {cause}"
+
+
 def told_by(fault: UserError | RunError, who: str) -> UserError | RunError:
     """The same fault, with the name of the process that met it."""
     if isinstance(fault, UserError):
