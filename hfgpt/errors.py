@@ -33,9 +33,13 @@ class RunError(RuntimeError):
 
 
 def first_line(error: BaseException) -> str:
-    """The type and the first line of an exception."""
-    cause = (str(error).strip() or "no message").splitlines()[0]
-    return f"{type(error).__name__}: {cause}"
+    """The type of an exception and the first line of its message."""
+    return f"{type(error).__name__}: {message(error)}"
+
+
+def message(error: BaseException) -> str:
+    """The first line of an exception's message."""
+    return (str(error).strip() or "no message").splitlines()[0]
 
 
 def told_by(fault: UserError | RunError, who: str) -> UserError | RunError:

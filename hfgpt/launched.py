@@ -59,8 +59,8 @@ def is_launcher(command: list[str]) -> bool:
                     return letter == "m" and value in MODULES
                 words[:1] = words[:1] if letters[place:] else []
                 break
-    script = Path(words[0]) if words else Path()
-    as_module = ".".join(script.with_suffix("").parts[-3:])  # as where a launcher's file is run by its path
+    script = Path(words[0] if words else "")
+    as_module = ".".join([*script.parts[-3:-1], script.stem])  # where a launcher's file is run by its path
     return script.name in PROGRAMS or as_module in MODULES
 
 

@@ -13,7 +13,7 @@ from accelerate.utils.memory import should_reduce_batch_size
 from hfgpt.config import Batch
 from hfgpt.device import memory_bytes, synchronize
 from hfgpt.distributed import HostGroup
-from hfgpt.errors import RunError, UserError, first_line
+from hfgpt.errors import RunError, UserError, message
 
 # Sizes that are tried, each at least twice the next smaller one, and for how long.
 CANDIDATES, SECONDS_PER_CANDIDATE = 4, 1.0
@@ -58,7 +58,7 @@ def out_of_memory_named(where: str, fix: str) -> Iterator[None]:
     except Exception as error:
         if not isinstance(error, torch.OutOfMemoryError | MemoryError) and not should_reduce_batch_size(error):
             raise
-        raise RunError(f"out of memory {where} ({first_line(error)}); {fix}") from error
+        raise RunError(f"out of memory {where} ({message(error)}); {fix}") from error
 
 
 def release_memory(device: torch.device) -> None:

@@ -48,6 +48,12 @@ class SafeStream:
         except (OSError, ValueError) as error:
             self._lose(error)
 
+    def isatty(self) -> bool:
+        try:
+            return self._stream.isatty()
+        except ValueError:  # closed
+            return False
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import signal
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, nullcontext
 from functools import partial
@@ -105,19 +106,20 @@ class Pretrainer(PreparedRun):
         except (Exception, SystemExit, Interrupted) as error:
             if self.ended or not self.started:
                 raise
-            given_up = (
-                self.guard.skipped_in_a_row == MAX_SKIPPED_STEPS or self.saver.failures >= self.saver.max_failures
-            )
+            skipped, failures = self.guard.skipped_in_a_row, self.saver.failures
+            given_up = skipped == MAX_SKIPPED_STEPS or failures >= self.saver.max_failures
             lost = [] if given_up else self._save_at_fault()
-            fault: BaseException | None = self.signals.fault() if isinstance(error, Interrupted) else error
-            told = str(fault) if isinstance(error, Interrupted) else f"{type(error).__name__}: {error}"
-            self._record(event="end", skipped_rows=dict(self.skipped_rows), fault=told)
+            fault: BaseException = error
+            if isinstance(error, Interrupted):
+                fault = self.signals.fault() or RunError("the main process was ended", 128 + signal.SIGTERM)
+            cause = str(fault) if fault is not error else f"{type(error).__name__}: {error}"
+            self._record(event="end", skipped_rows=dict(self.skipped_rows), fault=cause)
             if given_up or isinstance(error, SystemExit):
                 raise
             everywhere = getattr(error, "everywhere", False)
             end = [*([] if everywhere else [f"ended after step {self.state.global_step}"]), *lost, self._way_on()]
-            if cause := compiler_fault(error) if isinstance(error, Exception) else None:
-                fault = RunError(cause)
+            if broken := compiler_fault(error) if isinstance(error, Exception) else None:
+                fault = RunError(broken)
             if isinstance(fault, UserError | RunError):
                 problems = getattr(fault, "problems", [str(fault)])
                 raise RunError("; ".join([*problems, *end]), getattr(fault, "exit_code", 1), everywhere) from error
