@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from hfgpt.signals import ending_at_once
+
 __version__ = "0.1.0"
 
 _HOMES = {
@@ -26,4 +28,5 @@ def __getattr__(name: str) -> Any:
     # torch and transformers take seconds to import, so each name is imported when it is first used.
     if name not in _HOMES:
         raise AttributeError(f"module 'hfgpt' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"hfgpt.{_HOMES[name]}"), name)
+    with ending_at_once():
+        return getattr(importlib.import_module(f"hfgpt.{_HOMES[name]}"), name)

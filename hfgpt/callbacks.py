@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +28,12 @@ from transformers.trainer_callback import (
 )
 
 from hfgpt.config import PretrainConfig
+from hfgpt.convert import duration
 from hfgpt.device import synchronize
 from hfgpt.errors import UserError
 from hfgpt.evaluation import perplexity
 from hfgpt.flops import Peak, device_peak, mfu, recomputed_flops_per_token, training_flops_per_token
+from hfgpt.micro_batch import out_of_memory_named
 
 logger = logging.getLogger(__name__)
 
@@ -222,7 +223,8 @@ class SampleCallback(TrainerCallback):
         shared = isinstance(next(model.parameters()), DTensor)
         if state.global_step % self.every or not (shared or state.is_world_process_zero):
             return
-        with self.around():
+        fix = "use shorter or fewer prompts, or --sample_steps 0"
+        with self.around(), out_of_memory_named("in sampling", fix):
             texts = list(self.texts(model, processing_class))
         if state.is_world_process_zero:
             for prompt, text in zip(self.prompts, texts, strict=True):
@@ -239,7 +241,7 @@ def log_line(state: TrainerState, logs: dict[str, Any]) -> str:
     if logs.get("memory_bytes"):
         shown["memory"] = f"{logs['memory_bytes'] / 2**30:.3g} GiB"
     if left:
-        shown["eta"] = f"ETA {timedelta(seconds=round(left))}"
+        shown["eta"] = f"ETA {duration(left)}"
     width = len(str(state.max_steps))
     return "  ".join([f"step {state.global_step:{width}}/{state.max_steps}", *shown.values()])
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from functools import partial
 from pathlib import Path
@@ -12,8 +11,9 @@ from typing import Annotated, Any, Literal
 import typer
 
 from hfgpt import __version__
-from hfgpt.ending import run_recipe
+from hfgpt.ending import run_command
 from hfgpt.errors import RunError, UserError
+from hfgpt.launched import ranks
 
 INTERRUPTED = 130  # what typer returns after Ctrl-C
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -29,7 +29,7 @@ app = typer.Typer(
 
 def main() -> None:
     """The console entry point."""
-    run_recipe(_run_app)
+    run_command(_run_app)
 
 
 def _run_app() -> None:
@@ -76,11 +76,15 @@ def generate(
     Example: hfgpt generate out/run/checkpoint-latest --prompt "To be"
     """
     from hfgpt import generation
+    from hfgpt.micro_batch import out_of_memory_named
 
     _quiet_transformers()
     if "-" in (prompt or []) and sys.stdin is None:
         raise UserError("prompt -: standard input is closed; give a text, or --prompt_file")
-    prompts = [sys.stdin.read().removesuffix("\n") if text == "-" else text for text in prompt or []]
+    try:
+        prompts = [sys.stdin.read().removesuffix("\n") if text == "-" else text for text in prompt or []]
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"prompt -: standard input cannot be read ({error}); give a text, or --prompt_file") from None
     if prompt_file:
         prompts += generation.read_prompts(prompt_file)
     prompts = prompts or [""]
@@ -93,14 +97,15 @@ def generate(
     texts = generation.generate(model, tokenizer, prompts, **options)
     if is_streamed:
         print(prompts[0], end="", flush=True)
-    for number, text in enumerate(texts):
-        given = prompts[number // num_samples]
-        if as_json:
-            print(json.dumps({"prompt": given, "text": text}, ensure_ascii=False), flush=True)
-        elif is_streamed:
-            print()
-        else:
-            print("---\n" * (number > 0) + given + text, flush=True)
+    with out_of_memory_named("in generation", "state a smaller --batch_size, or fewer --max_new_tokens"):
+        for number, text in enumerate(texts):
+            given = prompts[number // num_samples]
+            if as_json:
+                print(json.dumps({"prompt": given, "text": text}, ensure_ascii=False), flush=True)
+            elif is_streamed:
+                print()
+            else:
+                print("---\n" * (number > 0) + given + text, flush=True)
 
 
 @app.command()
@@ -140,6 +145,7 @@ def evaluate(
     Example: hfgpt evaluate out/run/checkpoint-latest --dataset "texts/*.txt"
     """
     from hfgpt import scoring
+    from hfgpt.micro_batch import out_of_memory_named
 
     _quiet_transformers()
 
@@ -167,12 +173,15 @@ def evaluate(
     else:
         options = {"source": dataset, "limit": limit, "batch_size": per_device_eval_batch_size}
         measure = partial(scoring.score_task, task=task, **options)
-    facts = scoring.evaluate_checkpoint(checkpoint, measure, mixed_precision)
-    if os.environ.get("RANK", "0") != "0":
+    where, fix = f"in evaluation with batches of {per_device_eval_batch_size}", "state a smaller "
+    with out_of_memory_named(where, fix + "--per_device_eval_batch_size"):
+        facts = scoring.evaluate_checkpoint(checkpoint, measure, mixed_precision)
+    if ranks()[0]:
         return
+    place = record_evaluation(checkpoint, task or "text", facts) if record else None  # first: a pipe may be closed
     print(json.dumps(facts, indent=2) if as_json else "\n".join(_lines(facts)))
-    if record:
-        print(f"recorded in {record_evaluation(checkpoint, task or 'text', facts)}", file=sys.stderr)
+    if place:
+        print(f"recorded in {place}", file=sys.stderr)
 
 
 @app.command("import")

@@ -7,7 +7,6 @@ import contextlib
 import dataclasses
 import difflib
 import math
-import os
 import typing
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ import yaml
 from hfgpt.configuration_hfgpt import MODEL_SIZES, model_fields
 from hfgpt.convert import NOT_CONVERTIBLE, convert, describe
 from hfgpt.errors import UserError
+from hfgpt.launched import ranks
 
 Auto = Literal["auto"]
 AUTO = "auto"
@@ -346,7 +346,7 @@ class PretrainConfig:
             problems += error.problems
         if sizes_fine:
             try:
-                self.batch(int(os.environ.get("WORLD_SIZE", "1")))
+                self.batch(ranks()[1])
             except UserError as error:
                 problems += error.problems
         return problems

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import types
 import typing
+from datetime import timedelta
 from typing import Any, Literal
 
 import yaml
@@ -52,6 +53,13 @@ def convert(value: Any, hint: Any) -> Any:
     if hint is str and (not str(value) or str(value).lstrip().startswith("{")):
         raise ValueError
     return hint(value)
+
+
+def duration(seconds: float) -> str:
+    """`1:02:03` or `5 days, 1:02:03`; what no clock shows is `over 1000 years`."""
+    if not seconds < 1000 * 365.25 * 86400:
+        return "over 1000 years"
+    return str(timedelta(seconds=round(seconds)))
 
 
 def describe(hint: Any) -> str:

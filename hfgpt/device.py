@@ -26,6 +26,7 @@ from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs
 
 from hfgpt.errors import UserError
+from hfgpt.launched import ranks
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -293,7 +294,7 @@ def start_accelerator(mixed_precision: str, timeout_seconds: float) -> tuple[Acc
     group = InitProcessGroupKwargs(timeout=timedelta(seconds=timeout_seconds))
     # Said outright, as the launcher does not tell several processes that they are to stay on the CPU.
     accelerator = Accelerator(cpu=device.type == "cpu", mixed_precision=precision.name, kwargs_handlers=[group])
-    world = int(os.environ.get("WORLD_SIZE", "1"))
+    _, world = ranks()
     if accelerator.num_processes != world:
         raise UserError(f"the launcher started {world} processes, but accelerate sees {accelerator.num_processes}")
     accelerator.gradient_accumulation_steps = 1  # the step accumulates by itself; backward() must not divide

@@ -21,6 +21,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import PreTrainedModel
 
 from hfgpt.errors import RunError, UserError
+from hfgpt.launched import ranks
 from hfgpt.signals import Interrupted
 
 logger = logging.getLogger(__name__)
@@ -56,8 +57,8 @@ class HostGroup:
     """
 
     def __init__(self, timeout_seconds: float) -> None:
-        """Raises UserError where the launcher has not said how to find the others."""
-        self.rank, self.world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+        """Raises UserError where the environment does not tell the processes apart, or how to find the others."""
+        self.rank, self.world = ranks()
         self.timeout_seconds = timeout_seconds
         self._members: dict[int, tuple[str, int]] = {}  # host and pid of those that are there
         if self.world == 1:
@@ -107,12 +108,12 @@ class HostGroup:
         """What `make` returns, or raises, on the main process; the others do not call it."""
         if self.world == 1:
             return make()
-        fault: Exception | None = None
+        fault: BaseException | None = None
         outcome: list[Any] = [None, None]
         if self.rank == 0:
             try:
                 outcome[0] = make()
-            except Exception as error:
+            except (Exception, Interrupted) as error:
                 fault = outcome[1] = error
                 if not isinstance(error, UserError | RunError | Interrupted):  # others may not survive the way
                     outcome[1] = RunError(f"{type(error).__name__}: {error}")

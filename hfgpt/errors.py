@@ -32,6 +32,16 @@ class RunError(RuntimeError):
         self.exit_code, self.everywhere = exit_code, everywhere
 
 
+def first_line(error: BaseException) -> str:
+    """The type of an exception and the first line of its message."""
+    return f"{type(error).__name__}: {message(error)}"
+
+
+def message(error: BaseException) -> str:
+    """The first line of an exception's message."""
+    return (str(error).strip() or "no message").splitlines()[0]
+
+
 def told_by(fault: UserError | RunError, who: str) -> UserError | RunError:
     """The same fault, with the name of the process that met it."""
     if isinstance(fault, UserError):

@@ -85,19 +85,19 @@ def summed_nll(
     was_training = model.training
     model.eval()
     one = torch.ones((), device=device)
-    sums, stopped = [], False
-    for start in range(0, len(mine), batch_size):
-        if stopped := stop():
-            break
-        blocks = scored_blocks(tokens, mine[start : start + batch_size], sequence_length)
-        ids, labels = (torch.from_numpy(block).to(device) for block in blocks)
-        options = {"num_items_in_batch": one, "use_cache": False, **attention(ids)}
-        forward = partial(model, input_ids=ids, shift_labels=labels, **options)
-        with accelerator.autocast():
-            sums.append(with_code_mended(forward).loss)
-    model.train(was_training)
-    if stopped:
-        return None
+    sums = []
+    try:
+        for start in range(0, len(mine), batch_size):
+            if stop():
+                return None
+            blocks = scored_blocks(tokens, mine[start : start + batch_size], sequence_length)
+            ids, labels = (torch.from_numpy(block).to(device) for block in blocks)
+            options = {"num_items_in_batch": one, "use_cache": False, **attention(ids)}
+            forward = partial(model, input_ids=ids, shift_labels=labels, **options)
+            with accelerator.autocast():
+                sums.append(with_code_mended(forward).loss)
+    finally:
+        model.train(was_training)
     # In float64, on the CPU as not every device has it.
     return sum(gather_object([torch.stack(sums).cpu().double().sum().item()]))
 

@@ -58,10 +58,11 @@ class StepGuard:
             self.read()
         self.pending.append(step)
 
-    def read(self) -> dict[str, float]:
+    def read(self, alone: bool = False) -> dict[str, float]:
         """The newest step's figures, empty if there is none since the last call; records the steps left out.
 
-        To be called on all processes. Raises RunError after MAX_SKIPPED_STEPS of these in a row.
+        To be called on all processes, or `alone`, where what was bad on the others is not known. Raises RunError after
+        MAX_SKIPPED_STEPS of these in a row.
         """
         if not self.pending:
             return {}
@@ -74,7 +75,7 @@ class StepGuard:
                 self.skipped_in_a_row = 0
                 continue
             self.skipped_in_a_row += 1
-            ranks, rows = self._bad_rows(step)
+            ranks, rows = self._bad_rows(step, alone and self.host.world > 1)
             self.run.record(
                 event="skip_step",
                 step=step.step,
@@ -91,11 +92,13 @@ class StepGuard:
                 )
         return {"loss": loss, "learning_rate": steps[-1].learning_rate, "grad_norm": norm}
 
-    def _bad_rows(self, step: Step) -> tuple[list[int] | None, list[int]]:
+    def _bad_rows(self, step: Step, unknown: bool) -> tuple[list[int] | None, list[int]]:
         """Ranks and blocks of the micro-batches whose loss is not finite.
 
-        None and all blocks where only the gradient is not: it is summed over all of them.
+        None and all blocks where only the gradient is not, which is summed over all of them, or where it is unknown.
         """
+        if unknown:
+            return None, list(range(len(step.batch.blocks)))
         finite = torch.stack(step.result.micro_losses).isfinite().tolist()
         by_rank = self.host.gather(finite)
         total, share = len(step.batch.blocks), len(step.batch.blocks) // len(by_rank)

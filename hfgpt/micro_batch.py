@@ -8,11 +8,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
+from accelerate.utils.memory import should_reduce_batch_size
 
 from hfgpt.config import Batch
 from hfgpt.device import memory_bytes, synchronize
 from hfgpt.distributed import HostGroup
-from hfgpt.errors import UserError
+from hfgpt.errors import RunError, UserError, message
 
 # Sizes that are tried, each at least twice the next smaller one, and for how long.
 CANDIDATES, SECONDS_PER_CANDIDATE = 4, 1.0
@@ -47,6 +48,17 @@ class MemoryWatch:
             if self.sharded or last:
                 raise
             self.failed = True  # told before the last micro-batch; what comes until then is in vain
+
+
+@contextmanager
+def out_of_memory_named(where: str, fix: str) -> Iterator[None]:
+    """Where memory runs out inside: RunError that names `where` and the `fix`."""
+    try:
+        yield
+    except Exception as error:
+        if not isinstance(error, torch.OutOfMemoryError | MemoryError) and not should_reduce_batch_size(error):
+            raise
+        raise RunError(f"out of memory {where} ({message(error)}); {fix}") from error
 
 
 def release_memory(device: torch.device) -> None:

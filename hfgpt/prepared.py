@@ -61,6 +61,7 @@ class PreparedRun(TrainingStep):
         self.signals = StopSignals()
         self.control = TrainerControl()
         self.started = self.ended = self.save_is_due = False
+        self.lost_output: set[str] = set()  # what is recorded of it
 
     def setup(self) -> None:
         """Everything before the first step that writes nothing: device, text, model, optimizer, resume."""

@@ -11,6 +11,7 @@ import re
 import shutil
 import socket
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ LOCK = ".lock"
 
 
 def write_json(path: Path, content: Any) -> None:
-    _replace(path, (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode())
+    _replace(path, (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode(errors="backslashreplace"))
 
 
 def _replace(path: Path, content: bytes) -> None:
@@ -60,6 +61,7 @@ def _whole_lines(path: Path) -> list[dict[str, Any]]:
 
 def _timed(values: dict[str, Any]) -> dict[str, Any]:
     """The values of a record, with null for numbers that JSON does not have, and the time."""
+    values = {k: v.item() if getattr(v, "ndim", None) == 0 else v for k, v in values.items()}  # of a callback
     values = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
     return {**values, "time": time.time()}
 
@@ -77,6 +79,7 @@ class RunFolder:
         self.metrics = self.path / "metrics.jsonl"
         self.ledger = self.path / "ledger.jsonl"
         self.evaluations = self.path / "evaluations.jsonl"
+        self.traceback = self.path / "traceback.txt"
         self._lock: Any = None
         self._unwritten: dict[Path, list[str]] = {self.metrics: [], self.ledger: []}
 
@@ -119,16 +122,25 @@ class RunFolder:
 
     def check_writable(self) -> None:
         """Raise UserError where the folder cannot be made or written, before anything is."""
-        place = self.path.absolute()
+        fault: str | None = None
         try:
-            while not place.exists():
+            place, longest = self.path.absolute(), self.path / ".checkpoint-999999999.tmp" / "training_state"
+            str(place).encode()  # records name it
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                os.lstat(longest.absolute() / "optimizer.safetensors")  # may be too long a name
+            while not fault and not place.exists():
+                fault = f"{place} is a link to nowhere" if place.is_symlink() else None
                 place = place.parent
-            fault = None if os.access(place, os.W_OK | os.X_OK) else f"{place} cannot be written"
-            fault = fault if place.is_dir() else f"{place} is not a folder"
-        except OSError as error:
-            fault = error.strerror
+            if not fault and not place.is_dir():
+                fault = f"{place} is not a folder"
+            elif not fault and not os.access(place, os.W_OK | os.X_OK):
+                fault = f"{place} cannot be written"
+        except UnicodeEncodeError:
+            fault = "its name is not valid text"
+        except (OSError, ValueError) as error:
+            fault = getattr(error, "strerror", None) or str(error)
         if fault:
-            raise UserError(f"output_dir={self.path}: {fault}; name a folder that can be written")
+            raise self._not_writable(fault)
 
     def check_free(self) -> None:
         """Raise UserError where another process is at work in the folder; writes nothing."""
@@ -139,10 +151,11 @@ class RunFolder:
     def claim(self) -> None:
         """Hold the folder, which is made, until `close` or the process ends. Raises UserError like `check_free`."""
         if fcntl is not None and self.writes:
-            self.path.mkdir(parents=True, exist_ok=True)
+            self._make()
             self._hold(fcntl.LOCK_EX)
-            os.ftruncate(self._lock.fileno(), 0)
-            os.write(self._lock.fileno(), f"process {os.getpid()} on {socket.gethostname()}".encode())
+            with contextlib.suppress(OSError):  # a full disk: who holds it is not named then
+                os.ftruncate(self._lock.fileno(), 0)
+                os.write(self._lock.fileno(), f"process {os.getpid()} on {socket.gethostname()}".encode())
 
     def close(self) -> None:
         if self._lock is not None:
@@ -171,11 +184,29 @@ class RunFolder:
         """Make the folder and write run.json. Raises UserError where that cannot be."""
         if not self.writes:
             return
+        self._make()
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
             write_json(self.run_json, facts)
         except OSError as error:
-            raise UserError(f"output_dir={self.path}: {error.strerror}; name a folder that can be written") from None
+            raise self._not_writable(error.strerror) from None
+
+    def _make(self) -> None:
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise self._not_writable(error.strerror) from None
+
+    def _not_writable(self, fault: str | None) -> UserError:
+        return UserError(f"output_dir={self.path}: {fault}; name a folder that can be written")
+
+    def keep_traceback(self, error: BaseException, rank: int) -> Path | None:
+        """Write the traceback of what ended the run into its folder, of any process; None where that cannot be."""
+        path = self.traceback if rank == 0 else self.traceback.with_stem(f"{self.traceback.stem}-process-{rank}")
+        try:
+            _replace(path, "".join(traceback.format_exception(error)).encode(errors="replace"))
+        except OSError:
+            return None
+        return path
 
     def record(self, **values: Any) -> None:
         """One line of metrics.jsonl. Numbers that JSON does not have (NaN, infinity) become null."""
@@ -234,11 +265,11 @@ class RunFolder:
         if not self.writes:
             return
         lines = self._unwritten[path]
-        lines.append(json.dumps(values, ensure_ascii=False) + "\n")
+        lines.append(json.dumps(values, ensure_ascii=False, default=str) + "\n")
         try:
             with open(path, "ab", buffering=0) as file:
                 start = file.tell()
-                text = "".join(lines).encode()
+                text = "".join(lines).encode(errors="backslashreplace")  # which JSON reads as the same
                 if file.write(text) < len(text):
                     file.truncate(start)  # no half line: what follows must stand on a line of its own
                     return

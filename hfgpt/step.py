@@ -33,6 +33,7 @@ class TrainingStep:
     compile: CompileChoice
     sharded: bool  # whether the processes share the parameters
     batch: Batch  # its micro-batch becomes smaller where memory runs out
+    updating = False  # from the optimizer's update on until the step is counted: the state is that of no finished step
     learning_rate: LearningRate
 
     def training_step(self, input_ids: Tensor, shift_labels: Tensor, *, step: int) -> StepResult:
@@ -76,6 +77,7 @@ class TrainingStep:
             # The optimizer leaves the step out where this is 1; fused AdamW without the host having to look.
             bad = ~(grad_norm.isfinite() & loss.isfinite())
             self.raw_optimizer.found_inf = bad.float()  # type: ignore[attr-defined]
+        self.updating = True
         self.optimizer.step()
         self.optimizer.zero_grad()
         return StepResult(loss, grad_norm, micro_losses)

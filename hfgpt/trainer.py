@@ -4,26 +4,27 @@ from __future__ import annotations
 
 import logging
 import math
+import signal
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
-import torch
 
-from hfgpt import checkpoint, model_state
+from hfgpt import checkpoint, model_state, output
 from hfgpt.callbacks import why_stopped
 from hfgpt.data import told_counts
 from hfgpt.data.stream import StepBatch, batch_hash, side_by_side
 from hfgpt.device import compiler_fault, peak_memory_bytes, remove_broken_code
-from hfgpt.errors import RunError, UserError, told_by
+from hfgpt.errors import RunError, UserError, first_line, told_by
 from hfgpt.evaluation import evaluate
-from hfgpt.guard import Step, StepResult
+from hfgpt.guard import MAX_SKIPPED_STEPS, Step, StepResult
 from hfgpt.hub import push_trained
-from hfgpt.micro_batch import MemoryRanOut, release_memory
+from hfgpt.micro_batch import MemoryRanOut, out_of_memory_named, release_memory
 from hfgpt.model_card import model_card
+from hfgpt.output import safe
 from hfgpt.plan import run_facts
 from hfgpt.prepared import PreparedRun
 from hfgpt.signals import Interrupted
@@ -39,9 +40,9 @@ class Pretrainer(PreparedRun):
     """
 
     def train(self) -> dict[str, Any]:
-        with self.signals:
+        with safe(), self.signals:
             self.setup()
-            with closing(self.run), self.saver, closing(self.batches), self.end_told(), self.host.contact():
+            with closing(self.run), self.saver, closing(self.batches), self.saved_at_fault(), self.host.contact():
                 self._train()
         if self.config.push_to_hub and self.run.writes:  # the other processes, and the hold on the folder, are gone
             push_trained(self.config, self.run.checkpoint(self.state.global_step))
@@ -94,24 +95,65 @@ class Pretrainer(PreparedRun):
         return shares[self.accelerator.process_index], whole
 
     @contextmanager
-    def end_told(self) -> Iterator[None]:
-        """An exception inside is recorded as the end of the run."""
+    def saved_at_fault(self) -> Iterator[None]:
+        """An exception inside is recorded as the end of the run, after a checkpoint of the last finished step.
+
+        What is a fault of its own to users becomes a RunError that says how to go on. Any other exception stays what it
+        is: its `end_of_run` says the same, and names the file that holds its traceback.
+        """
         try:
             yield
-        except Exception as error:
-            if self.started and not self.ended:
-                self._record(
-                    event="end", skipped_rows=dict(self.skipped_rows), fault=f"{type(error).__name__}: {error}"
-                )
-            if isinstance(error, torch.OutOfMemoryError):
-                size = self.batch.micro_batch
-                told = f"out of memory with micro-batches of {size} ({str(error).splitlines()[0]})"
-                raise RunError(f"{told}; state a smaller --per_device_train_batch_size; {self._way_on()}") from error
-            if fault := compiler_fault(error):
-                raise RunError(f"{fault}; {self._way_on()}") from error
-            if isinstance(error, RunError) and error.everywhere:
-                raise RunError(f"{error}; {self._way_on()}", everywhere=True) from error
+        except (Exception, SystemExit, Interrupted) as error:
+            if self.ended or not self.started:
+                raise
+            skipped, failures = self.guard.skipped_in_a_row, self.saver.failures
+            given_up = skipped == MAX_SKIPPED_STEPS or failures >= self.saver.max_failures
+            lost = [] if given_up else self._save_at_fault()
+            fault: BaseException = error
+            if isinstance(error, Interrupted):
+                fault = self.signals.fault() or RunError("the main process was ended", 128 + signal.SIGTERM)
+            cause = str(fault) if fault is not error else f"{type(error).__name__}: {error}"
+            self._record(event="end", skipped_rows=dict(self.skipped_rows), fault=cause)
+            if given_up or isinstance(error, SystemExit):
+                raise
+            everywhere = getattr(error, "everywhere", False)
+            end = [*([] if everywhere else [f"ended after step {self.state.global_step}"]), *lost, self._way_on()]
+            if broken := compiler_fault(error) if isinstance(error, Exception) else None:
+                fault = RunError(broken)
+            if isinstance(fault, UserError | RunError):
+                problems = getattr(fault, "problems", [str(fault)])
+                raise RunError("; ".join([*problems, *end]), getattr(fault, "exit_code", 1), everywhere) from error
+            if file := self.run.keep_traceback(error, self.host.rank):
+                end.append(f"traceback in {file}")
+            vars(error).update(end_of_run="; ".join(end), traceback_file=file)
             raise
+
+    def _save_at_fault(self) -> list[str]:
+        """A checkpoint of the last finished step, by the main process alone and without callbacks; where there is none,
+        why, in words.
+        """
+        step = self.state.global_step
+        if not self.accelerator.is_main_process or step == 0:
+            return []
+        try:
+            self._record_saved(self.saver.ended(wait=True))
+            logs = self.guard.read(alone=True)
+            if logs and self.control.should_log:
+                self.mfu_callback.on_log(self.args, self.state, self.control, logs)
+                self._record(**logs)
+            self.record_lost_output()
+            if step == self.saved_step and not self.saver.failures:
+                return []
+            if self.updating:
+                return [f"step {step} is not saved, as the next one had begun to change the model"]
+            if self.sharded:
+                return [f"step {step} is not saved, as the processes share the model and only all of them can save it"]
+            self._start_save(at_fault=True)
+            outcome = self.saver.ended(wait=True)
+            self._record_saved(outcome)
+        except Exception as error:
+            outcome = error
+        return [f"step {step} is not saved ({first_line(outcome)})"] if isinstance(outcome, Exception) else []
 
     def stop(self, fault: Exception) -> NoReturn:
         """Save what there is, and raise RunError with the way to go on. To be called on all processes."""
@@ -120,18 +162,24 @@ class Pretrainer(PreparedRun):
         raise RunError(message, getattr(fault, "exit_code", 1))
 
     def _way_on(self) -> str:
-        if self.saved_step is None or (self.saver.failures and not self.run.checkpoints()):
-            return "no checkpoint has been written"
-        return "continue with --resume_from_checkpoint latest"
+        saved_by_main = self.saved_step is not None and not self.run.writes  # perhaps in a folder not seen from here
+        if self.run.checkpoints() or saved_by_main:
+            return "continue with --resume_from_checkpoint latest"
+        return "no checkpoint has been written"
 
     def take_step(self, blocks: np.ndarray, step: int) -> StepResult:
         """`training_step`; again from its beginning, in smaller micro-batches where memory runs out, or with a broken
         compiled file removed.
         """
         tensors = self.to_tensors(blocks)
+        compiles = self.compile.enabled and self.state.global_step == self.begins_at  # for minutes, perhaps
+        fix = "state a smaller --per_device_train_batch_size"
         while True:
+            self.updating = self.sharded  # processes that share the model may stand anywhere in a step
+            where = f"with micro-batches of {self.batch.micro_batch}"
             try:
-                return self.training_step(*tensors, step=step)
+                with out_of_memory_named(where, fix), self.signals.waiting() if compiles else nullcontext():
+                    return self.training_step(*tensors, step=step)
             except MemoryRanOut:
                 pass  # what the failed one holds is freed with its traceback
             except Exception as error:
@@ -172,7 +220,7 @@ class Pretrainer(PreparedRun):
 
     def start_run(self) -> None:
         """run.json, and the record that the run starts or goes on."""
-        step = self.state.global_step
+        step = self.begins_at = self.state.global_step
         self.host.from_main(self.run.claim)
         self.started = True
         self.facts = run_facts(self.run_id, self.plan, self.data.train.fingerprint)
@@ -185,7 +233,8 @@ class Pretrainer(PreparedRun):
             self._record(event="resume", checkpoint=self.resumed_from.name, **changed)
         else:
             self._record(event="start")
-        self.rehearse_all()
+        with self.signals.waiting():
+            self.rehearse_all()
         self.control = self.handler.on_train_begin(self.args, self.state, self.control)
 
     def after_step(self, batch: StepBatch, result: StepResult) -> None:
@@ -195,8 +244,9 @@ class Pretrainer(PreparedRun):
         state.num_input_tokens_seen += self.batch.tokens_per_step
         self.position = batch.position
         self.skipped_rows.update(batch.skipped)
-        self.guard.add(Step(step, self.learning_rate(step), result, batch))
         self.run.record_text(step=step, batch_hash=batch_hash(batch.blocks), position=batch.position)
+        self.updating = False
+        self.guard.add(Step(step, self.learning_rate(step), result, batch))
         for event in batch.retries:
             self._record(event="stream_retry", **event)
         if step == self.max_steps:
@@ -210,6 +260,7 @@ class Pretrainer(PreparedRun):
             self.evaluate()
         if self.control.should_save or self.save_is_due:
             self.save()
+        self.record_lost_output()
         self.note_saved()  # late, as it takes what is due for done, and sets the clock of the steps anew
         self.agree()
 
@@ -225,36 +276,43 @@ class Pretrainer(PreparedRun):
         if not (logs := self.guard.read()):
             return
         logs["memory_bytes"] = peak_memory_bytes(self.accelerator.device)
-        self.control = self.handler.on_log(self.args, self.state, self.control, logs)
-        self._record(**logs)
+        try:
+            self.control = self.handler.on_log(self.args, self.state, self.control, logs)
+        finally:  # whatever a callback does
+            self._record(**logs)
 
     def evaluate(self) -> dict[str, Any] | None:
         """The evaluation record of the model as it is; None where a signal to any process broke it off."""
         self.guard.read()
+        batch_size = self.config.per_device_eval_batch_size or self.batch.micro_batch
         of_tokens = partial(
             evaluate,
             self.model,
             accelerator=self.accelerator,
             sequence_length=self.config.sequence_length,
-            batch_size=self.config.per_device_eval_batch_size or self.batch.micro_batch,
+            batch_size=batch_size,
             token_bytes=self.data.token_bytes,
             attention=self.attention,
             stop=lambda: any(self.host.gather(self.signals.received is not None)),
         )
-        if (metrics := of_tokens(self.data.validation)) is None:
-            return None
-        if self.data.train_sample is not None:
-            if (on_training := of_tokens(self.data.train_sample)) is None:
+        fix = "state a smaller --per_device_eval_batch_size"
+        with out_of_memory_named(f"in evaluation with batches of {batch_size}", fix):
+            if (metrics := of_tokens(self.data.validation)) is None:
                 return None
-            metrics |= {"train_eval_loss": on_training["eval_loss"]}
-            metrics["eval_seconds"] += on_training["eval_seconds"]
-        self.control = self.handler.on_log(self.args, self.state, self.control, metrics)
-        self.control = self.handler.on_evaluate(self.args, self.state, self.control, metrics)
-        self.evaluation, self.evaluation_step = metrics, self.state.global_step
-        if metrics["eval_loss"] < (math.inf if self.state.best_metric is None else self.state.best_metric):
-            self.state.best_metric, self.state.best_global_step = metrics["eval_loss"], self.state.global_step
-            self.control.should_save |= self.config.save_best
-        self._record(**metrics)
+            if self.data.train_sample is not None:
+                if (on_training := of_tokens(self.data.train_sample)) is None:
+                    return None
+                metrics |= {"train_eval_loss": on_training["eval_loss"]}
+                metrics["eval_seconds"] += on_training["eval_seconds"]
+        try:
+            self.control = self.handler.on_log(self.args, self.state, self.control, metrics)
+            self.control = self.handler.on_evaluate(self.args, self.state, self.control, metrics)
+        finally:  # whatever a callback does
+            self.evaluation, self.evaluation_step = metrics, self.state.global_step
+            if metrics["eval_loss"] < (math.inf if self.state.best_metric is None else self.state.best_metric):
+                self.state.best_metric, self.state.best_global_step = metrics["eval_loss"], self.state.global_step
+                self.control.should_save |= self.config.save_best
+            self._record(**metrics)
         return metrics
 
     def save(self, at_end: bool = False) -> None:
@@ -268,26 +326,44 @@ class Pretrainer(PreparedRun):
         if self.save_is_due:
             return
         self.note_saved(wait=True)
-        step = self.saved_step = self.state.global_step
+        self._start_save()
+        self.mfu_callback.on_save(self.args, self.state, self.control)  # the copy is outside the clock
+
+    def _start_save(self, at_fault: bool = False) -> None:
         tensors = model_state.snapshot(self.raw_model, self.raw_optimizer)
         if self.accelerator.is_main_process:
             trainer, fingerprint = self._trainer_state(), self.data.train.fingerprint
             data = {"fingerprint": fingerprint, "position": self.position}
-            card = model_card(self.facts, fingerprint, trainer)
+            try:
+                card = model_card(self.facts, fingerprint, trainer)
+            except Exception as error:
+                if not at_fault:
+                    raise
+                card = f"No model card could be made ({first_line(error)}).\n"
             files = partial(model_state.write_files, self.raw_model, self.data.tokenizer, tensors, trainer, data, card)
-            self.saver.start(step, files, rotate=self.guard.skipped_in_a_row == 0)
-        self.mfu_callback.on_save(self.args, self.state, self.control)  # the copy is outside the clock
+            self.saver.start(self.state.global_step, files, rotate=self.guard.skipped_in_a_row == 0)
+        self.saved_step = self.state.global_step
 
     def note_saved(self, wait: bool = False) -> None:
         """Record a checkpoint that has been written since, or could not be."""
-        if (outcome := self.saver.ended(wait)) is None:
-            return
+        outcome = self.saver.ended(wait)
+        self._record_saved(outcome)
+        if isinstance(outcome, Path):
+            self.control = self.handler.on_save(self.args, self.state, self.control)
+        elif outcome is not None:
+            logger.warning("a checkpoint could not be written (%s); training goes on to the next one", outcome)
+
+    def _record_saved(self, outcome: Path | Exception | None) -> None:
         if isinstance(outcome, Path):
             self._record(event="save", checkpoint=outcome.name, skipped_rows=dict(self.skipped_rows))
-            self.control = self.handler.on_save(self.args, self.state, self.control)
-        else:
+        elif outcome is not None:
             self._record(event="save_failed", reason=str(outcome))
-            logger.warning("a checkpoint could not be written (%s); training goes on to the next one", outcome)
+
+    def record_lost_output(self) -> None:
+        """Record, once, that standard output or standard error cannot be written; training goes on without it."""
+        for stream in output.lost.keys() - self.lost_output:
+            self.lost_output.add(stream)
+            self._record(event="output_lost", stream=stream, reason=output.lost[stream])
 
     def finish(self, fault: str | None = None) -> None:
         """Leave the run at its end, or where it had to stop, with everything recorded and saved."""
@@ -296,6 +372,7 @@ class Pretrainer(PreparedRun):
         self.note_saved(wait=True)
         self.accelerator.wait_for_everyone()
         self.control = self.handler.on_train_end(self.args, self.state, self.control)
+        self.record_lost_output()
         self._record(event="end", skipped_rows=dict(self.skipped_rows), fault=fault)
         self.ended = True
         if self.skipped_rows and self.accelerator.is_main_process:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 from hfgpt.compare import perplexity
 from hfgpt.compare.noise import FLOOR
 from hfgpt.compare.run_history import PastRun, number
+from hfgpt.convert import duration
 from hfgpt.errors import UserError
 
 Section = tuple[str, list[tuple[str, list[str]]]]  # title, and rows of a label with one cell per run
@@ -257,7 +257,7 @@ def _whole(value: float) -> str:
 
 
 def _duration(seconds: float) -> str:
-    return f"{seconds:.2f} s" if seconds < 60 else f"{seconds:,.0f} s ({timedelta(seconds=round(seconds))})"
+    return f"{seconds:.2f} s" if seconds < 60 else f"{seconds:,.0f} s ({duration(seconds)})"
 
 
 def _events(counts: dict[str, int]) -> str:

@@ -30,7 +30,8 @@ from hfgpt.data.remote import take_events
 from hfgpt.data.sources import IN_MEMORY_BYTES, Source, Unit, Unusable
 from hfgpt.data.tokenization import Encoder
 from hfgpt.errors import RunError, UserError
-from hfgpt.signals import at_parents_end
+from hfgpt.launched import at_parents_end
+from hfgpt.signals import stop_signals
 
 MAX_STREAMS = 96
 PARTS_PER_STREAM = 8
@@ -271,8 +272,8 @@ class _Share(torch.utils.data.IterableDataset[Any]):
         w, workers = (worker.id, worker.num_workers) if worker else (0, 1)
         if worker:
             # Signals often reach the whole process group, and the main process alone decides what they mean.
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            for number in stop_signals():
+                signal.signal(number, signal.SIG_IGN)
             _end_with_parent()
         borders = (self.first + self.count * i // workers for i in (w, w + 1))
         try:
