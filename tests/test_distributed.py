@@ -195,6 +195,24 @@ def test_what_ends_one_process_is_the_last_word_of_the_main_one(failing, tmp_pat
     assert fault((tmp_path / "run" / "checkpoint-latest").resolve()) is None
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_fault_of_one_process_leaves_a_checkpoint_of_the_last_finished_step(failing, tmp_path, rank):
+    text = FAILING.format(what="raise ValueError('a bad card')").replace('"RANK"] == "1"', f'"RANK"] == "{rank}"')
+    code, last = failing(text, "--save_steps", "2")
+    assert code == 1 and last.startswith(f"error: process {rank} of 2: ValueError: a bad card")
+    run = tmp_path / "run"
+    assert "continue with --resume_from_checkpoint latest" in last
+    assert (run / "checkpoint-latest").resolve().name == "checkpoint-3" and fault(run / "checkpoint-3") is None
+    assert (
+        [line["step"] for line in lines(run, "loss")]
+        == [1, 2, 3]
+        == [line["step"] for line in map(json.loads, (run / "ledger.jsonl").open())]
+    )
+    name = "traceback.txt" if rank == 0 else "traceback-process-1.txt"
+    assert "a bad card" in (run / name).read_text()
+
+
 STARTING = """
 import os, signal, time
 from hfgpt import PretrainConfig, Pretrainer, run_recipe
