@@ -37,11 +37,15 @@ def _replace(path: Path, content: bytes) -> None:
     """Whole or not at all: written aside, then renamed over `path`."""
     aside = path.with_name(f".{path.name}.tmp")
     aside.unlink(missing_ok=True)  # it might be a link to somewhere else
-    with open(aside, "xb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(aside, path)
+    try:
+        with open(aside, "xb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(aside, path)
+    except OSError:
+        remove(aside)  # the room it takes is needed
+        raise
 
 
 def remove(path: Path) -> None:

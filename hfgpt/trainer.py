@@ -222,10 +222,10 @@ class Pretrainer(PreparedRun):
         """run.json, and the record that the run starts or goes on."""
         step = self.begins_at = self.state.global_step
         self.host.from_main(self.run.claim)
-        self.started = True
         self.facts = run_facts(self.run_id, self.plan, self.data.train.fingerprint)
         if not (self.resumed_from and self.run.run_json.exists()):
             self.run.start(self.facts)
+        self.started = True
         if self.run.writes:
             checkpoint.go_on_from(self.run, self.resumed_from, step, self.config.save_total_limit)
         if self.resumed_from:

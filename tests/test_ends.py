@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -208,6 +209,18 @@ def test_memory_that_runs_out_in_sampling_names_it(config, error):
     failing = FailsIn(config(sample_steps=2, sample_prompt="1"), 3, False, error)
     with pytest.raises(RunError, match=r"out of memory in sampling .*--sample_steps 0; ended after step 2; continue"):
         failing.train()
+
+
+def test_a_disk_that_is_full_from_the_start_is_one_line_and_no_run(config, capsys, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    settings = config()
+    monkeypatch.setattr("hfgpt.run_folder.os.fsync", full)
+    code, lines = ending(capsys, Pretrainer(settings).train)
+    named = f"error: output_dir={settings.output_dir}: No space left on device; name a folder that can be written"
+    assert (code, lines) == (2, [named])
+    assert [path.name for path in Path(settings.output_dir).iterdir()] == [".lock"]
 
 
 # Output
