@@ -150,7 +150,10 @@ class PretrainConfig:
     stream_timeout: float = _f(900.0, "seconds for which reading may fail before the run saves and ends", POSITIVE)
     dataloader_num_workers: int = _f(1, "processes that read and tokenise streamed text ahead", NOT_NEGATIVE)
     ddp_timeout: float = _f(1800.0, "seconds after which a process that does not answer ends the run", POSITIVE)
-    report_to: str = _f("none", "trackers, comma-separated: tensorboard, wandb, trackio, mlflow")
+    report_to: str = _f(
+        "none",
+        "trackers, comma-separated: tensorboard, wandb, trackio, mlflow, others of transformers; all: those installed",
+    )
     push_to_hub: bool = _f(False, "upload the model to the Hub after the last step")
     hub_model_id: str | None = _f(None, "user/name there, or name; default: the name of output_dir")
     hub_private_repo: bool | None = _f(None, "whether a new repository is private; default: the account's")

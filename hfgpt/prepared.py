@@ -19,13 +19,14 @@ from transformers.trainer_callback import TrainerControl, TrainerState
 
 from hfgpt import checkpoint, model_state
 from hfgpt.callbacks import (
-    CallbackArguments,
     MFUCallback,
     PerplexityCallback,
     SampleCallback,
+    callback_arguments,
     callback_handler,
     callback_states,
     restore_callbacks,
+    trackers,
     wanted_callbacks,
 )
 from hfgpt.config import AUTO, Batch, PretrainConfig
@@ -89,6 +90,7 @@ class PreparedRun(TrainingStep):
         self.run = RunFolder(config.output_dir, writes=accelerator.is_main_process)
         self.host.from_main(self.run.check_writable)
         self.host.from_main(self.run.check_free)
+        reporting = trackers(config.report_to)
         if config.push_to_hub:
             self.host.from_main(partial(check_push, config))
         self.resumed_from = self.host.from_main(
@@ -119,7 +121,7 @@ class PreparedRun(TrainingStep):
         position, wall_seconds = None, 0.0
         self.evaluation: dict[str, Any] = {}  # the newest, of step `evaluation_step`
         self.evaluation_step = 0
-        self.callback_states: dict[str, dict[str, Any]] = {}  # of a run that goes on
+        self.callback_states: dict[str, Any] = {}  # of a run that goes on
         self.skipped_rows: Counter[str] = Counter(self.data.skipped)
         self.run_id = uuid.uuid4().hex
         if self.resumed_from:
@@ -157,13 +159,15 @@ class PreparedRun(TrainingStep):
             warmup_steps=1 if self.compile.enabled else 0,
         )
         self.mfu_callback.total_seconds = wall_seconds
-        self.args = CallbackArguments(config, accelerator.num_processes)
-        callbacks = [self.mfu_callback, PerplexityCallback(), *wanted_callbacks(config), *self.callbacks]
+        compiled, resumed_from = self.compile.enabled, self.resumed_from
+        self.args = callback_arguments(config, self.batch, self.max_steps, self.precision.name, compiled, resumed_from)
+        self.steps_per_epoch = epoch_blocks / self.batch.blocks_per_step if epoch_blocks else self.max_steps
+        callbacks = [self.mfu_callback, PerplexityCallback(), *wanted_callbacks(config), *self.callbacks, *reporting]
         for callback in callbacks:
             if isinstance(callback, SampleCallback):
                 callback.around = self.aside
         restore_callbacks(callbacks, self.callback_states)
-        self.handler = callback_handler(self.args, callbacks, model, tokenizer, self.optimizer)
+        self.handler = callback_handler(callbacks, model, tokenizer, self.optimizer)
         self.control = self.handler.on_init_end(self.args, self.state, self.control)
         decode = partial(tokenizer.decode, skip_special_tokens=True)
         self.guard = StepGuard(self.run, self.host, partial(named_documents, self.data.train, decode))
