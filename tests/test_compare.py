@@ -482,6 +482,170 @@ def test_a_nanogpt_log(tmp_path):
     assert "the last line, cut short, left out" in run.notes
 
 
+SHAKESPEARE = """\
+Overriding config with config/train_shakespeare_char.py:
+# train a miniature character-level shakespeare model
+out_dir = 'out-shakespeare-char'
+eval_interval = 250 # keep frequent because we'll overfit
+eval_iters = 200
+dataset = 'shakespeare_char'
+gradient_accumulation_steps = 5 * 8 // 40
+batch_size = 64
+block_size = 256 # context of up to 256 previous characters
+n_layer = 6
+n_head = 6
+n_embd = 384
+dropout = 0.2
+learning_rate = 1e-3 # with baby networks can afford to go a bit higher
+max_iters = 5000
+lr_decay_iters = 5000 # make equal to max_iters usually
+min_lr = learning_rate / 10 # usually
+# device = 'cpu'  # run on cpu only
+Overriding: device = cpu
+Overriding: dataset = openwebtext
+Overriding: compile = False
+Overriding: out_dir = runs/a=b #1
+tokens per iteration will be: 16,384
+found vocab_size = 65 (inside data/shakespeare_char/meta.pkl)
+Initializing a new model from scratch
+number of parameters: 10.65M
+num decayed parameter tensors: 26, with 10,740,096 parameters
+num non-decayed parameter tensors: 13, with 4,992 parameters
+using fused AdamW: False
+step 0: train loss 4.2874, val loss 4.2823
+iter 0: loss 4.2649, time 31143.11ms, mfu -100.00%
+iter 10: loss 3.1462, time 200.00ms, mfu 2.00%
+iter 20: loss 2.7322, time 200.00ms, mfu 2.00%
+"""
+
+
+def read_text(tmp_path, text: str | bytes):
+    (tmp_path / "log.txt").write_bytes(text if isinstance(text, bytes) else text.encode())
+    (run,) = read_runs([tmp_path / "log.txt"])
+    return run
+
+
+@pytest.mark.parametrize(
+    ("line", "key", "value"),
+    [
+        ("Overriding: device = cuda:0", "device", "cuda:0"),
+        ("Overriding: dataset = my-data_2", "dataset", "my-data_2"),
+        ("Overriding: dataset = None", "dataset", None),
+        ("Overriding: dataset = it's # not = a comment", "dataset", "it's # not = a comment"),
+        ("dataset = openwebtext", "dataset", "openwebtext"),
+        ("device = 'cuda' # 'cpu', 'cuda:1'; etc.", "device", "cuda"),
+        ("weight_decay = 1e-1", "weight_decay", 0.1),
+        ("max_iters = 600_000 # total", "max_steps", 600_000),
+        ("gradient_accumulation_steps = 5 * 8 # used to simulate", "gradient_accumulation_steps", 40),
+        ("min_lr = learning_rate/10", "min_learning_rate", 1e-4),
+        ("max_iters = (600 - 100) * 2", "max_steps", 1000),
+        ("max_iters = 10 ** 999999999", "max_steps", "10 ** 999999999"),
+        ("max_iters = 1 / 0", "max_steps", "1 / 0"),
+        ("max_iters = int(os.environ['N']) # of the cluster", "max_steps", "int(os.environ['N'])"),
+        ("batch_size = twelve", "per_device_train_batch_size", "twelve"),
+        ("block_size = -1", "sequence_length", -1),
+    ],
+)
+def test_settings_are_read_as_a_configurator_prints_them(tmp_path, line, key, value):
+    text = SHAKESPEARE.replace("tokens per iteration", f"{line}\ntokens per iteration")
+    run = read_text(tmp_path, text)
+    assert run.settings[key] == value
+    assert not any("not understood" in note for note in run.notes)
+    assert compare([run, run])["runs"][0]["end_loss"] is not None
+
+
+def test_overrides_stand_over_the_configuration_file(tmp_path):
+    run = read_text(tmp_path, SHAKESPEARE)
+    assert (run.settings["device"], run.settings["dataset"], run.settings["torch_compile"]) == (
+        "cpu",
+        "openwebtext",
+        False,
+    )
+    assert run.settings["gradient_accumulation_steps"] == 1 and run.settings["min_learning_rate"] == 1e-4
+    assert run.settings["eval_steps"] == 250 and run.settings["per_device_train_batch_size"] == 64
+
+
+def test_settings_changed_at_a_restart_hold_both_values(tmp_path):
+    again = "Overriding: learning_rate = 0.0005\nOverriding: device = cpu\nmax_iters = 7, said the text\n"
+    text = f"{SHAKESPEARE}{again}tokens per iteration will be: 16,384\niter 30: loss 2.6, time 200.00ms, mfu 2.00%\n"
+    run = read_text(tmp_path, text)
+    assert run.settings["learning_rate"] == "0.001; 0.0005 from step 22 on"
+    assert run.settings["device"] == "cpu" and run.settings["max_steps"] == 5000
+
+
+GPT2_LOG = """\
+defaulting to vocab_size of GPT-2 to 50304 (50257 rounded up for efficiency)
+number of parameters: 123.59M
+num decayed parameter tensors: 50, with 124,354,560 parameters
+num non-decayed parameter tensors: 25, with 19,200 parameters
+iter 0: loss 10.9, time 300.00ms, mfu -100.00%
+"""
+TENSORS = re.compile("num (non-)?decayed.*\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "total", "without", "flops"),
+    [
+        # 65 x 384 + 6 x (12 x 384^2 + 2 x 384) + 384, and 256 x 384 positions; no biases, as is usual
+        (SHAKESPEARE, 10_745_088, 10_646_784, 6 * 10_646_784 + 12 * 6 * 384 * 256),
+        (TENSORS.sub("", SHAKESPEARE), 10_745_088, 10_646_784, 6 * 10_646_784 + 12 * 6 * 384 * 256),
+        # With biases: 9 x 384 in each layer, and 13 x 384 of norms.
+        (
+            TENSORS.sub("", SHAKESPEARE).replace("10.65M", "10.67M"),
+            10_770_816, 10_672_512, 6 * 10_672_512 + 12 * 6 * 384 * 256,
+        ),
+        (
+            SHAKESPEARE.replace("4,992", "30,720").replace("dropout", "bias = True\ndropout"),
+            10_770_816, 10_672_512, 6 * 10_672_512 + 12 * 6 * 384 * 256,
+        ),
+        # Nothing is printed of the usual sizes: they are known by the exact number.
+        (GPT2_LOG, 124_373_760, 123_587_328, 6 * 123_587_328 + 12 * 12 * 768 * 1024),
+        (GPT2_LOG.replace("defaulting", "not said"), 124_373_760, 123_587_328, 6 * 123_587_328 + 12 * 12 * 768 * 1024),
+        (
+            "Overriding: init_from = gpt2\n" + GPT2_LOG.replace("defaulting to vocab_size of GPT-2 to 50304", "")
+            .replace("123.59M", "123.65M").replace("124,354,560", "124,318,464").replace("19,200", "121,344"),
+            124_439_808, 123_653_376, 6 * 123_653_376 + 12 * 12 * 768 * 1024,
+        ),
+        # Sizes that are not printed, or do not give the number: the exact one alone, or none.
+        (SHAKESPEARE.replace("n_embd = 384\n", ""), 10_745_088, None, None),
+        (SHAKESPEARE.replace("n_layer = 6", "n_layer = 7"), 10_745_088, None, None),
+        (TENSORS.sub("", SHAKESPEARE).replace("n_embd = 384\n", ""), None, None, None),
+    ],
+)  # fmt: skip
+def test_the_size_in_a_log_is_one_count(tmp_path, text, total, without, flops):
+    run = read_text(tmp_path, TIMES.sub("", text) if flops is None else text)
+    found = compare([run])["runs"][0]
+    assert (found["parameters"], found["parameters_without_positions"]) == (total, without)
+    assert found["flops_per_token"] == flops
+    assert (flops is None) == any("number of parameters" in note for note in run.notes)
+
+
+TIMES = re.compile(", time .*")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda text: text.replace("\n", "\r\n"),
+        lambda text: text.replace("\n", "\r"),
+        lambda text: "\ufeff" + text,
+        lambda text: text.encode("utf-16"),
+        lambda text: re.sub("^", "\x1b[36m[rank0]:\x1b[0m ", text, flags=re.M),
+        lambda text: re.sub("(loss|step|iter)", "\x1b[1;31m\\1\x1b[0m\x1b[K", text),
+        lambda text: re.sub("^(num.*)$", "\\1\n\\1", text, flags=re.M),
+        lambda text: re.sub("^(num dec.*)\n(num non.*)$", "\\1\n\\1\n\\2\n\\2", text, flags=re.M),
+        lambda text: text.replace("iter 10", "compiling the model... (takes a ~minute)\n[W1129 torch/_dynamo] iter 10"),
+        lambda text: text.replace("iter 10", "[2024-01-02 03:04:05,678] [INFO] iter 10"),
+        lambda text: text.replace("iter 10", "\u2028\x85 sampled \x0c text\niter 10"),
+    ],
+)
+def test_a_log_is_read_as_terminals_and_launchers_leave_it(tmp_path, change):
+    plain, run = read_text(tmp_path, SHAKESPEARE), read_text(tmp_path, change(SHAKESPEARE))
+    assert run.training == plain.training and run.evaluations == plain.evaluations
+    assert run.flops_per_token == plain.flops_per_token and run.tokens_per_step == plain.tokens_per_step
+    assert run.settings == plain.settings
+
+
 def test_a_log_cut_between_any_two_bytes_is_read(tmp_path):
     log = tmp_path / "log.txt"
     for end in range(len(CONSOLE)):
