@@ -250,7 +250,7 @@ def test_mfu_is_given_against_every_peak_that_is_named(tmp_path):
     shape = "n_layer = 12\nn_head = 12\nn_embd = 768\nblock_size = 1024\nbatch_size = 8\n"
     head = f"{shape}tokens per iteration will be: 524,288\ndefaulting to vocab_size of GPT-2 to 50304 (rounded up)\n"
     rows = [f"iter {n}: loss {falling(n + 1):.4f}, time 9340.00ms, mfu 15.40%\n" for n in range(0, 200, 10)]
-    log.write_text(head + "number of parameters: 123.59M\n" + "".join(rows))
+    log.write_text(head + "number of parameters: 123.69M\n" + "".join(rows))
     new = write_run(tmp_path / "new")
     found = compared(new, log)
     against = {row["peak_tflops"]: row["mfu"]["old"] for row in found["mfu_against"]}
@@ -434,6 +434,95 @@ def test_a_real_run_that_was_killed_and_resumed(config, tmp_path):
     assert found["runs"][1]["events"]["resume"] == 1 and found["runs"][1]["state"] == "finished"
     seconds = read_runs([tmp_path / "cut"])[0].values("wall_seconds")[1]
     assert (np.diff(seconds) > 0).all()
+
+
+def keep_steps(run, training, evaluations):
+    """Leave the folder's run the records at these steps alone."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    kept = [
+        line for line in lines
+        if "event" in line or line["step"] in (evaluations if "eval_loss" in line else training)
+    ]  # fmt: skip
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in kept))
+
+
+@pytest.mark.parametrize(
+    ("training", "evaluations", "steps"),
+    [
+        ([1, 10, 12, 20, 30, 40, 50, 60], [20, 40, 60], 60),  # ended at 12, where it logged, and went on from there
+        ([1, 10, 13, 23, 33, 40, 43, 50, 53, 60], [20, 40, 60], 60),  # a log every 10 steps from where it resumed
+        ([1, *range(3, 61, 3)], [15, 30, 45, 60], 60),
+        ([1, 10, 20, 30, 40], [20, 40], 47),  # killed, and not resumed
+        ([1, 10, 20, 30, 33], [20], 33),
+        ([1, 10, 20, 30, 40, 50], [], 50),
+    ],
+)
+def test_rows_of_one_course_that_was_recorded_at_other_steps_agree(tmp_path, training, evaluations, steps):
+    a = write_run(tmp_path / "a", steps=60, seed=3)
+    b = write_run(tmp_path / "b", steps=60, seed=3)
+    keep_steps(a, [1, *range(10, 61, 10)], [20, 40, 60])
+    keep_steps(b, training, evaluations)
+    found = compared(a, b)
+    assert found["pairs"][0]["same_result"] == {
+        "same": True,
+        "steps": len({1, *range(10, 61, 10)} & {*training}),
+        "largest_part": 0.0,
+    }
+    for axis in ("steps", "tokens", "FLOPs"):
+        point, gaps = found["equal"][axis], found["pairs"][0]["gaps"][axis]
+        ours, theirs = point["runs"].values()
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-12), axis
+        assert gaps["loss"]["first"] == pytest.approx(ours["loss"]) and gaps["loss"]["percent"] == 0
+        if gaps["eval_loss"]:
+            assert (gaps["eval_loss"]["first"], gaps["eval_loss"]["second"]) == (ours["eval_loss"], theirs["eval_loss"])
+    if steps == 60:
+        assert found["runs"][0]["end_loss"] == pytest.approx(found["runs"][1]["end_loss"], rel=1e-12)
+
+
+def test_evaluations_are_compared_where_both_have_one(tmp_path):
+    a, b = write_run(tmp_path / "a", steps=60, seed=3), write_run(tmp_path / "b", steps=60, seed=3)
+    keep_steps(a, range(61), [20, 40, 60])
+    keep_steps(b, range(48), [20, 40])
+    runs = read_runs([a, b])
+    found = compare(runs)
+    ours, theirs = found["equal"]["steps"]["runs"].values()
+    assert found["equal"]["steps"]["at"] == 47 and found["equal"]["steps"]["eval_loss_at"] == 40
+    assert ours["eval_loss"] == theirs["eval_loss"] == runs[0].evaluations[1]["eval_loss"]
+    assert "at equal steps (47, evaluated at 40)" in as_text(runs, found)
+
+
+def test_three_runs_of_which_two_saw_the_same_tokens(tmp_path):
+    a, b = write_run(tmp_path / "a", steps=60, seed=3), write_run(tmp_path / "b", steps=60, seed=3)
+    other = write_run(tmp_path / "c", steps=60, seed=4, tokens="other")
+    keep_steps(b, [1, 10, 12, 20, 30, 40, 50, 60], [20, 40, 60])
+    found = compared(a, b, other)
+    losses = [figures["loss"] for figures in found["equal"]["steps"]["runs"].values()]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-12) and losses[2] != losses[0]
+    assert [pair["same_tokens"]["equal"] for pair in found["pairs"]] == [True, False]
+
+
+def test_a_run_against_itself(tmp_path):
+    run = write_run(tmp_path / "a")
+    found = compared(run, run, tmp_path / "a" / "metrics.jsonl")
+    assert [one["name"] for one in found["runs"]] == ["a", "a (2)", "a (3)"] or len(
+        {o["name"] for o in found["runs"]}
+    ) == 3
+    for pair in found["pairs"]:
+        assert pair["same_result"]["largest_part"] == 0.0 and "same tokens, same result" in pair["verdicts"][0]
+        assert all(gap["loss"]["percent"] == 0 for gap in pair["gaps"].values())
+
+
+def test_a_run_that_ended_before_its_first_log(tmp_path, config):
+    """Killed in its first step: run.json and a start, no record."""
+    trained(config("whole"))
+    with pytest.raises(KeyboardInterrupt):
+        trained(config("killed"), StopAt(1))
+    lines = (tmp_path / "killed" / "metrics.jsonl").read_text().splitlines()
+    assert not [line for line in lines if '"loss"' in line]
+    for runs in (("whole", "killed"), ("killed", "whole"), ("killed", "killed")):
+        found = compared(*(tmp_path / name for name in runs))
+        assert any("no training record yet" in note for note in found["notes"])
+        assert found["equal"] == {} and any("not known" in line for line in found["pairs"][0]["verdicts"])
 
 
 CONSOLE = """\
