@@ -709,6 +709,30 @@ def test_the_size_in_a_log_is_one_count(tmp_path, text, total, without, flops):
     assert (flops is None) == any("number of parameters" in note for note in run.notes)
 
 
+def test_the_processes_of_a_log_follow_from_its_mfu(tmp_path):
+    settings = "batch_size = 12\nblock_size = 1024\ngradient_accumulation_steps = 5 * 8\n"
+    head = f"{settings}tokens per iteration will be: 491,520\n" + GPT2_LOG
+    twice = "".join(f"{line}\n" * 8 for line in head.splitlines())  # each process prints its own
+    mfu = 491_520 * 854_770_176 / 0.3 / 8 / 312e12
+    rows = "".join(f"iter {n}: loss {9 - n / 100:.4f}, time 300.00ms, mfu {100 * mfu:.2f}%\n" for n in range(1, 30))
+    run = read_text(tmp_path, twice + rows)
+    assert (run.processes, run.plan["accumulation"], run.flops_per_token) == (8, 5, 854_770_176)
+    (row,) = compare([run])["mfu_against"]
+    assert row["mfu"]["log"] == pytest.approx(mfu, rel=1e-3) and "one of 8 processes" in " ".join(run.notes)
+    assert read_text(tmp_path, SHAKESPEARE).processes == 1
+
+
+def test_a_step_that_a_restart_makes_larger_counts_from_there(tmp_path):
+    lines = [f"iter {n}: loss 3.0, time 100.00ms\n" for n in range(10)]
+    text = "tokens per iteration will be: 100\n" + "".join(lines[:6])
+    run = read_text(tmp_path, f"{text}tokens per iteration will be: 200\n{''.join(lines[6:])}")
+    seen = {record["step"]: record["num_input_tokens_seen"] for record in run.training}
+    assert (seen[1], seen[6], seen[7], seen[10]) == (100, 600, 800, 1400)
+    assert "its step had 100 tokens, and 200 from step 7 on" in run.notes
+    run = read_text(tmp_path, f"{text}tokens per iteration will be: 200\n{''.join(lines[4:])}")  # again from 4
+    assert run.training[-1]["num_input_tokens_seen"] == 4 * 100 + 6 * 200
+
+
 TIMES = re.compile(", time .*")
 
 

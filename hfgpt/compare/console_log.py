@@ -142,6 +142,8 @@ def _read_lines(run: PastRun, lines: list[str], whole: bool) -> None:
         for records, first in ((run.training, step + 1), (run.evaluations, step + (form == "loss"))):
             while records and records[-1]["step"] >= first:
                 records.pop()
+        if changes := run.facts.get("steps_of"):  # which hold from where the script went on
+            changes[-1] = (min(changes[-1][0], step), changes[-1][1])
         add_in_order(run.training if form == "loss" else run.evaluations, record)
         starts = starts and form != "loss"
     if len(tensors) == 2:
@@ -157,6 +159,11 @@ def _read_header(run: PastRun, line: str, tensors: dict[bool, int]) -> bool:
             text = match[1].replace(",", "").strip()
             scale = {"K": 1e3, "M": 1e6, "B": 1e9}.get(text[-1:], 1)
             value = round(float(text.rstrip("KMB ") or 0) * scale)
+            if key == "tokens_per_step" and run.training:  # of a script that starts again
+                before, at = run.plan.get(key), run.training[-1]["step"]
+                if before != value:
+                    run.facts.setdefault("steps_of", []).append((at, value))
+                return True
             (run.plan if key == "tokens_per_step" else run.model)[key] = value
             return key == "tokens_per_step"
     if (match := _SETTING.match(line.strip())) and match["name"] in _NAMES:
@@ -208,12 +215,17 @@ def _complete(run: PastRun, tokens_per_step: int | None) -> None:
     for ours, key in (("micro_batch", "per_device_train_batch_size"), ("sequence_length", "sequence_length")):
         run.plan[ours] = _whole(settings.get(key))
     if stated:
+        changes = [(0, stated), *run.facts.pop("steps_of", [])]
         for record in (*run.training, *run.evaluations):
-            record["num_input_tokens_seen"] = record["step"] * stated
+            record["num_input_tokens_seen"] = _tokens_at(record["step"], changes)
+        if len(changes) > 1:
+            told = ", ".join(f"{tokens:,} from step {at + 1} on" for at, tokens in changes[1:])
+            run.notes.append(f"its step had {stated:,} tokens, and {told}")
         if run.plan["micro_batch"] and run.plan["sequence_length"]:  # over all processes, which a log does not tell
             run.plan["accumulation"] = stated // (run.plan["micro_batch"] * run.plan["sequence_length"]) or None
     _take_size(run)
     _take_times(run)
+    _take_processes(run)
     if run.flops_per_token is None and stated:
         products = [
             r["mfu"] * NANOGPT_PEAK_TFLOPS * 1e12 * r["step_seconds"] / stated
@@ -223,6 +235,26 @@ def _complete(run: PastRun, tokens_per_step: int | None) -> None:
         if products:
             run.flops_per_token = float(np.median(products))
             run.notes.append("FLOPs per token follow from its MFU and times, for one device")
+
+
+def _tokens_at(step: int, changes: list[tuple[int, int]]) -> int:
+    """Tokens seen after `step`; changes: (step, tokens of each step after it), rising."""
+    ends = [at for at, _ in changes[1:]] + [step]
+    return sum(max(0, min(end, step) - at) * tokens for (at, tokens), end in zip(changes, ends, strict=True))
+
+
+def _take_processes(run: PastRun) -> None:
+    """How many processes trained, by the MFU that it prints, which is that of one of them."""
+    rates = [(r["tokens_per_second"], r["mfu"]) for r in run.training if r.get("tokens_per_second") and r.get("mfu")]
+    if not rates or run.flops_per_token is None:
+        return
+    ratio = float(np.median([rate * run.flops_per_token / (mfu * NANOGPT_PEAK_TFLOPS * 1e12) for rate, mfu in rates]))
+    count = round(ratio)
+    if count > 1 and abs(ratio / count - 1) < 0.1:
+        run.plan["processes"] = count
+        if run.plan.get("accumulation"):
+            run.plan["accumulation"] = run.plan["accumulation"] // count or None
+        run.notes.append(f"its MFU is that of one of {count} processes")
 
 
 def _take_size(run: PastRun) -> None:
