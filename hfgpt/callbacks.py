@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import logging
 import os
@@ -10,14 +11,17 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import PartialState
 from accelerate.utils import extract_model_from_parallel
 from torch.distributed.tensor import DTensor
-from transformers import TrainerCallback
-from transformers.integrations import get_reporting_integration_callbacks
+from transformers import TrainerCallback, TrainingArguments
+from transformers.integrations import get_available_reporting_integrations
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from transformers.trainer_callback import (
     CallbackHandler,
     DefaultFlowCallback,
@@ -27,7 +31,7 @@ from transformers.trainer_callback import (
     TrainerState,
 )
 
-from hfgpt.config import PretrainConfig
+from hfgpt.config import Batch, PretrainConfig
 from hfgpt.convert import duration
 from hfgpt.device import synchronize
 from hfgpt.errors import UserError
@@ -54,11 +58,13 @@ SHOWN = {
 
 @dataclass(eq=False)
 class MFUCallback(TrainerCallback):
-    """Adds `step_seconds, tokens_per_second, mfu, peak_tflops, peak_source` to each training log.
+    """Adds `step_seconds, tokens_per_second, mfu, peak_tflops, peak_source, wall_seconds` to each training log.
 
     They cover the steps since the last log, waiting for data included; evaluation, saving and the first
     `warmup_steps` steps of the process (compilation) are outside the clock. Where no counted step is left, the
-    figures are None. `hfu` (recomputation counted as work) is added when gradient checkpointing is on.
+    figures are None. `hfu` (recomputation counted as work) is added when gradient checkpointing is on. Where the loop
+    keeps a record of the log, as transformers' does in `state.log_history`, text and None go there alone: trackers plot
+    what is in a log, and warn about all that is not a number.
 
     transformers' Trainer runs callbacks given to its constructor after the trackers. To let these see the figures,
     put it behind the first callback, which decides what is due: `trainer.callback_handler.callbacks.insert(1, it)`.
@@ -126,6 +132,7 @@ class MFUCallback(TrainerCallback):
         steps, seconds = self._window_steps, self._window_seconds
         figures: dict[str, Any] = dict.fromkeys(("step_seconds", "tokens_per_second", "mfu"))
         figures |= {"peak_tflops": self._peak.tflops, "peak_source": self._peak.source}
+        figures["wall_seconds"] = self.total_seconds
         if steps and seconds > 0:
             rate = self._window_tokens / seconds
             figures |= {"step_seconds": seconds / steps, "tokens_per_second": rate}
@@ -136,10 +143,11 @@ class MFUCallback(TrainerCallback):
                     self._warned = True
                     warning = "MFU is %.2f, above 1: check the peak (%s TFLOP/s, %s) and the tokens per step"
                     logger.warning(warning, figures["mfu"], *self._peak)
-        logs.update(figures)
-        # transformers' Trainer keeps a copy made before the callbacks.
+        # A copy of the log, made before the callbacks.
         if state.log_history and state.log_history[-1].get("step") == state.global_step:
             state.log_history[-1].update(figures)
+            figures = numbers(figures)
+        logs.update(figures)
         self._open_window()
 
     def on_evaluate(self, args, state, control, **kwargs) -> None:
@@ -262,24 +270,65 @@ class ProgressLineCallback(ProgressCallback):
             self.training_bar.write(log_line(state, logs))
 
 
-class CallbackArguments:
-    """What transformers' callbacks read of `TrainingArguments`, from our configuration."""
+class CallbackArguments(TrainingArguments):
+    """The `TrainingArguments` that callbacks read, for a run that Accelerate has been started for.
 
-    logging_strategy = save_strategy = "steps"
-    logging_first_step, eval_delay = True, 0
-    load_best_model_at_end, metric_for_best_model, greater_is_better = False, "eval_loss", False
+    transformers' own would start Accelerate again, for the devices that it would choose. What trackers keep of them as
+    the settings of the run are those of its `PretrainConfig`.
+    """
 
-    def __init__(self, config: PretrainConfig, world_size: int) -> None:
-        self.config, self.world_size = config, world_size
-        self.to_dict = self.to_sanitized_dict = config.to_dict
-        self.output_dir = self.logging_dir = config.output_dir
-        self.run_name = config.run_name or Path(config.output_dir).name
-        self.logging_steps, self.save_steps = config.logging_steps, config.save_steps
-        self.eval_steps, self.eval_strategy = config.eval_steps, "steps" if config.eval_steps else "no"
-        self.report_to = [name.strip() for name in config.report_to.split(",") if name.strip() not in ("", "none")]
+    config: PretrainConfig | None = None
 
-    def to_json_string(self) -> str:
-        return json.dumps(self.to_dict(), indent=2)
+    def __post_init__(self) -> None:
+        self.distributed_state = PartialState()
+        self._n_gpu = int(self.device.type != "cpu")
+        super().__post_init__()
+
+    @property
+    def _setup_devices(self) -> torch.device:
+        return self.distributed_state.device
+
+    def to_dict(self) -> dict[str, Any]:
+        return super().to_dict() if self.config is None else self.config.to_dict()
+
+
+# Settings that have one name and one meaning here and in TrainingArguments.
+_SHARED = (
+    "output_dir", "seed", "learning_rate", "lr_scheduler_type", "warmup_steps", "weight_decay", "adam_beta1",
+    "adam_beta2", "adam_epsilon", "max_grad_norm", "logging_steps", "eval_steps", "save_steps", "save_total_limit",
+    "dataloader_num_workers", "push_to_hub", "hub_model_id", "hub_private_repo",
+)  # fmt: skip
+
+
+def callback_arguments(
+    config: PretrainConfig, batch: Batch, max_steps: int, precision: str, compiled: bool, resumed_from: Path | None
+) -> CallbackArguments:
+    """What callbacks read of the run as it was settled before its first step."""
+    args = CallbackArguments(
+        **{name: getattr(config, name) for name in _SHARED},
+        run_name=config.run_name or Path(config.output_dir).name,
+        max_steps=max_steps,
+        num_train_epochs=config.num_train_epochs or 1,
+        per_device_train_batch_size=batch.micro_batch,
+        per_device_eval_batch_size=config.per_device_eval_batch_size or batch.micro_batch,
+        gradient_accumulation_steps=batch.accumulation,
+        ddp_timeout=round(config.ddp_timeout),
+        logging_strategy="steps",
+        logging_first_step=True,
+        eval_strategy="steps" if config.eval_steps else "no",
+        save_strategy="steps",
+        metric_for_best_model="eval_loss",
+        greater_is_better=False,
+        include_num_input_tokens_seen="all",
+        resume_from_checkpoint=str(resumed_from) if resumed_from else None,
+        report_to=tracker_names(config.report_to) or "none",
+        use_cpu=PartialState().device.type == "cpu",
+    )
+    # Set late: on the way in, some would change torch's settings, or be refused for a device they were chosen for.
+    args.bf16, args.fp16, args.torch_compile = precision == "bf16", precision == "fp16", compiled
+    args.gradient_checkpointing = args.activation_checkpointing = config.gradient_checkpointing
+    args.config = config
+    return args
 
 
 def wanted_callbacks(config: PretrainConfig) -> list[TrainerCallback]:
@@ -295,32 +344,99 @@ def wanted_callbacks(config: PretrainConfig) -> list[TrainerCallback]:
 def why_stopped(callbacks: list[TrainerCallback]) -> str:
     """What a callback has ended a run for, in words."""
     for one in callbacks:
-        if isinstance(one, EarlyStoppingCallback) and one.early_stopping_patience_counter:
+        if (
+            isinstance(one, EarlyStoppingCallback)
+            and one.early_stopping_patience_counter >= one.early_stopping_patience
+        ):
             return f"no better loss in {one.early_stopping_patience_counter} evaluations"
     return "a callback asked for it"
 
 
-def callback_states(callbacks: list[TrainerCallback]) -> dict[str, dict[str, Any]]:
-    """What callbacks have counted so far, by the name of their class."""
-    return {type(one).__name__: one.state()["attributes"] for one in callbacks if isinstance(one, ExportableState)}
+def callback_states(callbacks: list[TrainerCallback]) -> dict[str, list[dict[str, Any]]]:
+    """What callbacks have counted so far, by the name of their class; of several of one class in their order."""
+    states: dict[str, list[dict[str, Any]]] = {}
+    for one in callbacks:
+        if isinstance(one, ExportableState):
+            state = one.state()
+            states.setdefault(type(one).__name__, []).append(
+                {"args": _as_text(state["args"]), "attributes": state["attributes"]}
+            )
+    return states
 
 
-def restore_callbacks(callbacks: list[TrainerCallback], states: dict[str, dict[str, Any]]) -> None:
-    for callback in callbacks:
-        if isinstance(callback, ExportableState):
-            vars(callback).update(states.get(type(callback).__name__, {}))
+def restore_callbacks(callbacks: list[TrainerCallback], states: dict[str, Any]) -> None:
+    """Give each callback what it had counted: of one class first those with the arguments they had, then in order."""
+    for name, saved in states.items():
+        left = [{"attributes": saved}] if isinstance(saved, dict) else list(saved)  # a dict: of an older checkpoint
+        waiting = [one for one in callbacks if isinstance(one, ExportableState) and type(one).__name__ == name]
+        for with_same_arguments in (True, False):
+            for one in list(waiting):
+                args = _as_text(one.state()["args"])
+                found = [state for state in left if not with_same_arguments or state.get("args") == args]
+                for state in found[:1]:
+                    for key, value in state["attributes"].items():
+                        setattr(one, key, value)
+                    left.remove(state)
+                    waiting.remove(one)
 
 
-def callback_handler(
-    args: CallbackArguments, callbacks: list[TrainerCallback], model: Any, tokenizer: Any, optimizer: Any
-) -> CallbackHandler:
-    """What is due, then `callbacks`, then trackers and display, which so get the figures the others added."""
-    try:
-        trackers = [tracker() for tracker in get_reporting_integration_callbacks(args.report_to)]
-    except (ValueError, RuntimeError, ImportError) as error:  # unknown, or not installed
-        raise UserError(f"report_to={args.config.report_to}: {error}") from None
+def _as_text(args: Any) -> str:
+    return json.dumps(args, sort_keys=True, default=str)
+
+
+def numbers(logs: dict[str, Any]) -> dict[str, Any]:
+    """What trackers can plot of a log."""
+    return {key: value for key, value in logs.items() if isinstance(value, int | float)}
+
+
+def tracker_names(report_to: str) -> list[str]:
+    """The trackers in `report_to`, each once; for "all" those that are installed."""
+    names = dict.fromkeys(name.strip() for name in report_to.split(","))
+    if "all" in names:
+        names |= dict.fromkeys(get_available_reporting_integrations())
+    return [name for name in names if name not in ("", "none", "all")]
+
+
+TRACKER_EXTRAS = ("tensorboard", "wandb", "trackio", "mlflow")
+# Of the others: modules, one of which must be there, and the package, where they are not called as the tracker is.
+_MODULES = {
+    "tensorboard": ("tensorboard", "tensorboardX"),
+    "azure_ml": ("azureml",),
+    "flyte": ("flytekit",),
+    "kubeflow": ("transformers",),  # has no package of its own
+}
+_PACKAGES = {"azure_ml": "azureml-core", "comet_ml": "comet-ml", "flyte": "flytekit"}
+
+
+def trackers(report_to: str) -> list[TrainerCallback]:
+    """transformers' callback of each tracker. Raises UserError for names it does not know, and packages not there."""
+    found, problems = [], []
+    names = tracker_names(report_to)
+    if not names and "all" in report_to:
+        problems.append("report_to=all: no tracker is installed; pip install 'hfgpt[trackers]', or use none")
+    for name in names:
+        if name not in INTEGRATION_TO_CALLBACK:
+            near = difflib.get_close_matches(name.lower(), INTEGRATION_TO_CALLBACK, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(sorted(INTEGRATION_TO_CALLBACK))}"
+            problems.append(f"report_to={name}: no such tracker; {hint}")
+        elif not any(find_spec(module) for module in _MODULES.get(name, (name,))):
+            package = f"'hfgpt[{name}]'" if name in TRACKER_EXTRAS else _PACKAGES.get(name, name)
+            problems.append(f"report_to={name}: is not installed; pip install {package}")
+        else:
+            try:
+                found.append(INTEGRATION_TO_CALLBACK[name]())
+            except Exception as error:  # each package has faults of its own
+                reason = " ".join(str(error).split()) or type(error).__name__
+                problems.append(f"report_to={name}: cannot be used: {reason}")
+    if problems:
+        raise UserError(*problems)
+    return found
+
+
+def callback_handler(callbacks: list[TrainerCallback], model: Any, tokenizer: Any, optimizer: Any) -> CallbackHandler:
+    """What is due, then `callbacks` in their order, then the display, which so gets the figures the others added."""
     display = ProgressLineCallback() if sys.stderr.isatty() else LogLineCallback()
-    return CallbackHandler([DefaultFlowCallback(), *callbacks, *trackers, display], model, tokenizer, optimizer, None)
+    return CallbackHandler([DefaultFlowCallback(), *callbacks, display], model, tokenizer, optimizer, None)
 
 
 def _something_due(control) -> bool:

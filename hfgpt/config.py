@@ -7,11 +7,12 @@ import contextlib
 import dataclasses
 import difflib
 import math
+import re
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import yaml
 
@@ -25,6 +26,11 @@ AUTO = "auto"
 Schedule = Literal["cosine_with_min_lr", "warmup_stable_decay", "linear", "constant", "constant_with_warmup"]
 _LENGTHS = ("max_steps", "max_tokens", "num_train_epochs")
 _WITH_MIN_LR = ("cosine_with_min_lr", "warmup_stable_decay")
+# What a recipe says of its own text, and weights: of no use for another that is stated.
+_OF_ANOTHER = {
+    "dataset": ("dataset_name", "dataset_split", "dataset_revision", "text_column", "eval_dataset"),
+    "init_from": ("model", "tokenizer"),
+}
 
 
 POSITIVE, NOT_NEGATIVE, FRACTION = "greater than 0", "0 or more", "at least 0 and below 1"
@@ -75,6 +81,13 @@ class Batch:
             f"{self.tokens_per_step:,} tokens = micro-batch {self.micro_batch} x sequence {self.sequence_length} x "
             f"accumulation {self.accumulation} x processes {self.processes}"
         )
+
+
+class GaveWay(NamedTuple):
+    """A value of a recipe that does not go with what is stated above it, and what stands instead."""
+
+    recipe: Any
+    now: Any
 
 
 @dataclass(frozen=True)
@@ -150,12 +163,19 @@ class PretrainConfig:
     stream_timeout: float = _f(900.0, "seconds for which reading may fail before the run saves and ends", POSITIVE)
     dataloader_num_workers: int = _f(1, "processes that read and tokenise streamed text ahead", NOT_NEGATIVE)
     ddp_timeout: float = _f(1800.0, "seconds after which a process that does not answer ends the run", POSITIVE)
-    report_to: str = _f("none", "trackers, comma-separated: tensorboard, wandb, trackio, mlflow")
+    report_to: str = _f(
+        "none",
+        "trackers, comma-separated: tensorboard, wandb, trackio, mlflow, others of transformers; all: those installed",
+    )
     push_to_hub: bool = _f(False, "upload the model to the Hub after the last step")
     hub_model_id: str | None = _f(None, "user/name there, or name; default: the name of output_dir")
     hub_private_repo: bool | None = _f(None, "whether a new repository is private; default: the account's")
     hub_license: str | None = _f(None, "license told in the model card, such as apache-2.0")
     hub_language: str | None = _f(None, "languages told in the model card, comma-separated, such as en")
+
+    # Settings that were stated, above a recipe or without one (None: all), and what of the recipe gave way to them.
+    stated: ClassVar[frozenset[str] | None] = None
+    gave_way: ClassVar[dict[str, GaveWay]] = {}
 
     def __post_init__(self) -> None:
         hints = typing.get_type_hints(type(self))
@@ -183,8 +203,8 @@ class PretrainConfig:
     ) -> PretrainConfig:
         """The recipe's `defaults`, under `--config file.yaml`, under `--key value` of `argv` (default: sys.argv).
 
-        `for_model`: further defaults where the model, or the size it starts from, is the one named. Where `init_from`
-        is stated above the recipe, the recipe's own model and tokenizer do not count.
+        `for_model`: further defaults where the model, or the size it starts from, is the one named. No default refuses
+        what is stated above it, but gives way (`gave_way`); those of another text or other weights do not count.
         """
         parser = argparse.ArgumentParser(allow_abbrev=False, argument_default=argparse.SUPPRESS)
         parser.add_argument("--config", metavar="FILE.yaml", nargs="?", const="", help="settings under the same keys")
@@ -204,20 +224,30 @@ class PretrainConfig:
             value_follows = argument.startswith("--") and "=" not in argument
         path = command_line.pop("config", None)
         layers = [dict(defaults or {}), {} if path is None else _read_yaml(path), command_line]
-        stated = next((layer["init_from"] for layer in reversed(layers[1:]) if "init_from" in layer), None)
-        if stated not in (None, "none", "null", "None"):  # these come with the weights, a recipe's own are for new ones
-            for name in ("model", "tokenizer"):
-                layers[0].pop(name, None)
+        recipe, above = layers[0], {**layers[1], **layers[2]}
+        of_another = {}
+        for key, dependent in _OF_ANOTHER.items():
+            if above.get(key) in (None, "none", "null", "None") or above[key] == recipe.get(key):
+                continue
+            for name in dependent:
+                # A checkpoint's own tokenizer comes with its weights, where it has one.
+                if name in recipe and (name != "tokenizer" or _has_tokenizer(str(above[key]))):
+                    of_another[name] = GaveWay(recipe.pop(name), cls.__dataclass_fields__[name].default)
         model = next((layer["model"] for layer in reversed(layers) if "model" in layer), None)
         with contextlib.suppress(*NOT_CONVERTIBLE):
             model = convert(model, dict[str, Any]).get("size")
-        return cls.from_layers(layers[0], (for_model or {}).get(str(model), {}), *layers[1:])
+        config = cls.from_layers(*layers[1:], recipe=(recipe, (for_model or {}).get(str(model), {})))
+        config.gave_way.update({key: values for key, values in of_another.items() if key not in above})
+        return config
 
     @classmethod
-    def from_layers(cls, *layers: dict[str, Any]) -> PretrainConfig:
-        """Later layers win; text is converted to each field's type."""
+    def from_layers(cls, *layers: dict[str, Any], recipe: Sequence[dict[str, Any]] | None = None) -> PretrainConfig:
+        """Later layers win, text is converted to each field's type.
+
+        recipe: layers below them, of values that give way where they do not go with what `layers` state.
+        """
         merged: dict[str, Any] = {}
-        for layer in layers:
+        for layer in (*(recipe or ()), *layers):
             if any(key in layer for key in _LENGTHS):  # a run has one length: the last one stated
                 merged = {key: value for key, value in merged.items() if key not in _LENGTHS}
             merged.update(layer)
@@ -227,13 +257,33 @@ class PretrainConfig:
             near = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
             problems.append(f"--{key}: no such setting; " + (f"did you mean --{near[0]}?" if near else "see --help"))
             del merged[key]
+        stated = frozenset(key for layer in layers for key in layer)
+        gave_way = {} if recipe is None else _give_way(cls, merged, stated, recipe[0])
         try:
             config = cls(**merged)
         except UserError as error:
             problems += error.problems
         if problems:
             raise UserError(*problems)
+        if recipe is not None:
+            object.__setattr__(config, "stated", stated)
+            object.__setattr__(config, "gave_way", gave_way)
         return config
+
+    def is_stated(self, key: str) -> bool:
+        """Whether a value is not one that gives way, as a recipe's does."""
+        return self.stated is None or key in self.stated
+
+    def settled(self, **facts: Any) -> PretrainConfig:
+        """With `facts` that are as if they were stated: what was not stated gives way to them, as in `from_layers`."""
+        if self.stated is None:
+            return dataclasses.replace(self, **facts)
+        values = self.to_dict()
+        stated = {key: values[key] for key in self.stated if key in values} | facts
+        new = self.from_layers(stated, recipe=[{key: value for key, value in values.items() if key not in stated}])
+        object.__setattr__(new, "gave_way", {**self.gave_way, **new.gave_way})
+        object.__setattr__(new, "stated", self.stated)
+        return new
 
     def batch(self, processes: int) -> Batch:
         """How one step is cut over `processes`; where the micro-batch is to be found, in ones of a single block.
@@ -310,7 +360,9 @@ class PretrainConfig:
                     f"such end; leave it out, or use {' or '.join(_WITH_MIN_LR)}"
                 )
             elif sizes_fine and not 0 <= self.min_learning_rate <= self.learning_rate:
-                problems.append(f"min_learning_rate={self.min_learning_rate}: must be 0 to {self.learning_rate}")
+                problems.append(
+                    f"min_learning_rate={self.min_learning_rate}: must be 0 to learning_rate={self.learning_rate}"
+                )
         if self.muon_learning_rate is not None and self.optim != "muon":
             problems.append(f"muon_learning_rate={self.muon_learning_rate}: only optim=muon has one; leave it out")
         if sizes_fine and self.ddp_timeout <= self.stream_timeout:
@@ -334,7 +386,9 @@ class PretrainConfig:
             wanted = [key for key in ("eval_train", "early_stopping_patience", "save_best") if getattr(self, key)]
             problems += [f"{key}: nothing is evaluated with eval_steps=0; state eval_steps" for key in wanted]
         if self.lr_scheduler_type == "constant" and self.warmup_steps:
-            problems.append(f"warmup_steps={self.warmup_steps}: a constant rate has none; use constant_with_warmup")
+            problems.append(
+                f"warmup_steps={self.warmup_steps}: lr_scheduler_type=constant has none; use constant_with_warmup"
+            )
         try:
             n_positions = math.inf if self.model == AUTO else model_fields(self.model).get("n_positions", 1024)
             if self.sequence_length > n_positions:
@@ -350,6 +404,90 @@ class PretrainConfig:
             except UserError as error:
                 problems += error.problems
         return problems
+
+
+def _give_way(
+    cls: type[PretrainConfig], merged: dict[str, Any], stated: frozenset[str], recipe: dict[str, Any]
+) -> dict[str, GaveWay]:
+    """Change what is not stated in `merged` until it no longer refuses what is, where that can be.
+
+    A problem names the settings that do not go together; the first of them that nobody stated takes another value.
+    What is wrong with the recipe alone stays wrong.
+    """
+    defaults = {spec.name: spec.default for spec in dataclasses.fields(cls)}
+    open_keys = [key for key in defaults if key not in stated]
+    gave_way: dict[str, GaveWay] = {}
+    left = {_kind(problem) for problem in _problems_of(cls, recipe)}
+    while problem := next((one for one in _problems_of(cls, merged) if _kind(one) not in left), None):
+        values = {**defaults, **merged}
+        named = [key for key in re.findall(r"\w+", problem) if key in open_keys]
+        tries = ((key, value) for key in named for value in _alternatives(key, values, defaults[key]))
+        for key, value in tries:
+            if _kind(problem) not in map(_kind, _problems_of(cls, {**merged, key: value})):
+                gave_way[key] = GaveWay(values[key], value)
+                merged[key] = value
+                open_keys.remove(key)
+                break
+        else:
+            left.add(_kind(problem))
+    return gave_way
+
+
+def _problems_of(cls: type[PretrainConfig], values: dict[str, Any]) -> tuple[str, ...]:
+    try:
+        cls(**{key: value for key, value in values.items() if key in cls.__dataclass_fields__})
+    except UserError as error:
+        return error.problems
+    return ()
+
+
+def _kind(problem: str) -> str:
+    """A problem without its values and its hints."""
+    return re.sub(r"=\S+|\d\S*", "", problem.split(";")[0])
+
+
+def _alternatives(key: str, values: dict[str, Any], default: Any) -> list[Any]:
+    """What a setting that nobody stated may be instead: the nearest values that fit, where these are known."""
+    with contextlib.suppress(UserError, *NOT_CONVERTIBLE):  # values may be of no use themselves
+        sequence_length, given = convert(values["sequence_length"], int), values["per_device_train_batch_size"]
+        micro_batch = 1 if given == AUTO else convert(given, int)
+        blocks = sequence_length * ranks()[1]  # of one on each process, in tokens
+        if key == "sequence_length":
+            return [model_fields(_model(values)).get("n_positions", 1024)]
+        if key == "model":
+            return [{**_model(values), "n_positions": sequence_length}]
+        if key == "tokens_per_step":
+            passes = convert(values[key], int) / (micro_batch * blocks)
+            return [max(1, round(passes)) * micro_batch * blocks, default]
+        if key == "per_device_train_batch_size" and given != AUTO:
+            wanted = convert(values["tokens_per_step"], int) // blocks
+            return [size for size in range(min(micro_batch, wanted), 0, -1) if wanted % size == 0] or [default]
+        if key == "learning_rate":
+            return [convert(values["min_learning_rate"], float)]
+        if key == "lr_scheduler_type":
+            return ["constant_with_warmup", default]
+        if key == "stream_timeout":
+            return [convert(values["ddp_timeout"], float) / 2]
+        if key == "ddp_timeout":
+            return [2 * convert(values["stream_timeout"], float)]
+    return [default]
+
+
+def _model(values: dict[str, Any]) -> dict[str, Any]:
+    model = "gpt2-125m" if values["model"] == AUTO else values["model"]
+    return (
+        {"size": model}
+        if isinstance(model, str) and not model.lstrip().startswith("{")
+        else convert(model, dict[str, Any])
+    )
+
+
+def _has_tokenizer(init_from: str) -> bool:
+    """Whether there is a tokenizer beside these weights; what is not here is taken for a repository that has one."""
+    from hfgpt.data.tokenization import has_tokenizer
+
+    path = Path(init_from).expanduser()
+    return not path.exists() or has_tokenizer(path)
 
 
 def _read_yaml(path: str) -> dict[str, Any]:

@@ -87,6 +87,10 @@ class Plan:
                 f"{counts.total:,} parameters ({counts.without_positions:,} without positions)",
             ),
             *([("weights", f"begun from {config.init_from}")] if config.init_from else []),
+            *(
+                ("changed", f"{key}: {now}, as the recipe's {recipe} does not go with what is stated")
+                for key, (recipe, now) in config.gave_way.items()
+            ),
             *(("text", line) for line in self.text),
             ("step", batch.said()),
             ("run", f"{self.max_steps:,} steps, {self.max_steps * batch.tokens_per_step:,} tokens"),
@@ -122,6 +126,7 @@ def run_facts(run_id: str, plan: Plan, data: dict[str, Any]) -> dict[str, Any]:
     return {
         "run_id": run_id,
         "config": plan.config.to_dict(),
+        "gave_way": {key: values._asdict() for key, values in plan.config.gave_way.items()},
         "model": {
             **plan.model.to_dict(),
             "parameters": counts.total,

@@ -19,16 +19,17 @@ from transformers.trainer_callback import TrainerControl, TrainerState
 
 from hfgpt import checkpoint, model_state
 from hfgpt.callbacks import (
-    CallbackArguments,
     MFUCallback,
     PerplexityCallback,
     SampleCallback,
+    callback_arguments,
     callback_handler,
     callback_states,
     restore_callbacks,
+    trackers,
     wanted_callbacks,
 )
-from hfgpt.config import AUTO, Batch, PretrainConfig
+from hfgpt.config import AUTO, Batch, GaveWay, PretrainConfig
 from hfgpt.data import TextData, prepare_again, prepare_data
 from hfgpt.data.position import resumed_position
 from hfgpt.data.stream import iterate, named_documents
@@ -89,6 +90,7 @@ class PreparedRun(TrainingStep):
         self.run = RunFolder(config.output_dir, writes=accelerator.is_main_process)
         self.host.from_main(self.run.check_writable)
         self.host.from_main(self.run.check_free)
+        reporting = trackers(config.report_to)
         if config.push_to_hub:
             self.host.from_main(partial(check_push, config))
         self.resumed_from = self.host.from_main(
@@ -105,7 +107,14 @@ class PreparedRun(TrainingStep):
         self.batch = config.batch(accelerator.num_processes)
         shares = accelerator.num_processes if self.sharded else 1
         check_memory(config, self.batch, self.precision.name, memory_bytes(device), shares, device.type)
-        self.data = self.host.from_main(self._prepare_data)
+        try:
+            self.data = self.host.from_main(self._prepare_data)
+        except UserError as error:  # a recipe's masking gives way to a tokenizer that separates no documents
+            if not str(error).startswith("document_masking") or config.is_stated("document_masking"):
+                raise
+            self.config = config = config.settled(document_masking=False)
+            config.gave_way["document_masking"] = GaveWay(True, False)
+            self.data = self.host.from_main(self._prepare_data)
         epoch_blocks = getattr(self.data.train, "blocks_per_epoch", None)
         self.max_steps = self.state.max_steps = config.total_steps(self.batch, epoch_blocks)
         self.compile = choose_compile(config.torch_compile, device, self.max_steps * self.batch.accumulation)
@@ -119,7 +128,7 @@ class PreparedRun(TrainingStep):
         position, wall_seconds = None, 0.0
         self.evaluation: dict[str, Any] = {}  # the newest, of step `evaluation_step`
         self.evaluation_step = 0
-        self.callback_states: dict[str, dict[str, Any]] = {}  # of a run that goes on
+        self.callback_states: dict[str, Any] = {}  # of a run that goes on
         self.skipped_rows: Counter[str] = Counter(self.data.skipped)
         self.run_id = uuid.uuid4().hex
         if self.resumed_from:
@@ -157,13 +166,15 @@ class PreparedRun(TrainingStep):
             warmup_steps=1 if self.compile.enabled else 0,
         )
         self.mfu_callback.total_seconds = wall_seconds
-        self.args = CallbackArguments(config, accelerator.num_processes)
-        callbacks = [self.mfu_callback, PerplexityCallback(), *wanted_callbacks(config), *self.callbacks]
+        compiled, resumed_from = self.compile.enabled, self.resumed_from
+        self.args = callback_arguments(config, self.batch, self.max_steps, self.precision.name, compiled, resumed_from)
+        self.steps_per_epoch = epoch_blocks / self.batch.blocks_per_step if epoch_blocks else self.max_steps
+        callbacks = [self.mfu_callback, PerplexityCallback(), *wanted_callbacks(config), *self.callbacks, *reporting]
         for callback in callbacks:
             if isinstance(callback, SampleCallback):
                 callback.around = self.aside
         restore_callbacks(callbacks, self.callback_states)
-        self.handler = callback_handler(self.args, callbacks, model, tokenizer, self.optimizer)
+        self.handler = callback_handler(callbacks, model, tokenizer, self.optimizer)
         self.control = self.handler.on_init_end(self.args, self.state, self.control)
         decode = partial(tokenizer.decode, skip_special_tokens=True)
         self.guard = StepGuard(self.run, self.host, partial(named_documents, self.data.train, decode))

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from hfgpt import checkpoint, model_state, output
-from hfgpt.callbacks import why_stopped
+from hfgpt.callbacks import numbers, why_stopped
 from hfgpt.data import told_counts
 from hfgpt.data.stream import StepBatch, batch_hash, side_by_side
 from hfgpt.device import compiler_fault, peak_memory_bytes, remove_broken_code
@@ -242,6 +242,7 @@ class Pretrainer(PreparedRun):
         state, config = self.state, self.config
         state.global_step = step = state.global_step + 1
         state.num_input_tokens_seen += self.batch.tokens_per_step
+        state.epoch = step / self.steps_per_epoch
         self.position = batch.position
         self.skipped_rows.update(batch.skipped)
         self.run.record_text(step=step, batch_hash=batch_hash(batch.blocks), position=batch.position)
@@ -277,9 +278,21 @@ class Pretrainer(PreparedRun):
             return
         logs["memory_bytes"] = peak_memory_bytes(self.accelerator.device)
         try:
-            self.control = self.handler.on_log(self.args, self.state, self.control, logs)
+            self._report(logs)
         finally:  # whatever a callback does
             self._record(**logs)
+
+    def _report(self, figures: dict[str, Any]) -> None:
+        """Give callbacks and trackers `figures` as transformers' Trainer gives a log; what they add is in `figures`."""
+        counters = {"num_input_tokens_seen": self.state.num_input_tokens_seen}
+        logs = numbers({**figures, **counters, "wall_seconds": self.mfu_callback.total_seconds})
+        record = {**figures, **counters, "step": self.state.global_step}
+        self.state.log_history.append(record)
+        try:
+            self.control = self.handler.on_log(self.args, self.state, self.control, logs)
+        finally:
+            counted = ("step", "wall_seconds", *counters)
+            figures |= {key: value for key, value in {**record, **logs}.items() if key not in counted}
 
     def evaluate(self) -> dict[str, Any] | None:
         """The evaluation record of the model as it is; None where a signal to any process broke it off."""
@@ -305,7 +318,7 @@ class Pretrainer(PreparedRun):
                 metrics |= {"train_eval_loss": on_training["eval_loss"]}
                 metrics["eval_seconds"] += on_training["eval_seconds"]
         try:
-            self.control = self.handler.on_log(self.args, self.state, self.control, metrics)
+            self._report(metrics)
             self.control = self.handler.on_evaluate(self.args, self.state, self.control, metrics)
         finally:  # whatever a callback does
             self.evaluation, self.evaluation_step = metrics, self.state.global_step
@@ -381,9 +394,9 @@ class Pretrainer(PreparedRun):
         self.accelerator.end_training()
 
     def _record(self, **values: Any) -> None:
-        self.run.record(
-            step=self.state.global_step,
-            num_input_tokens_seen=self.state.num_input_tokens_seen,
-            wall_seconds=self.mfu_callback.total_seconds,
-            **values,
-        )
+        counted = {
+            "step": self.state.global_step,
+            "num_input_tokens_seen": self.state.num_input_tokens_seen,
+            "wall_seconds": self.mfu_callback.total_seconds,
+        }
+        self.run.record(**{**counted, **values})

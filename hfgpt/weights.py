@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
 from pathlib import Path
@@ -102,7 +101,7 @@ def settled(config: PretrainConfig, resumed_from: Path | None) -> PretrainConfig
     Raises UserError where what `model` states is not what `init_from` holds, but for what computes the same (dropout).
     """
     if (tokenizer := Path(config.tokenizer).expanduser()).exists():  # so that it is known for a path anywhere
-        config = dataclasses.replace(config, tokenizer=str(tokenizer.absolute()))
+        config = config.settled(tokenizer=str(tokenizer.absolute()))
     if resumed_from is not None:
         began = read_state(resumed_from, "trainer_state")["config"]
         name = began.get("init_from")
@@ -122,7 +121,7 @@ def settled(config: PretrainConfig, resumed_from: Path | None) -> PretrainConfig
         source = model_files(config.init_from)
         name, where = pinned_name(config.init_from, source), f"init_from={config.init_from}"
         there = fields_of(read_config(source, where))
-        if config.sequence_length > there["n_positions"]:
+        if config.sequence_length > there["n_positions"] and config.is_stated("sequence_length"):
             positions = f"the {there['n_positions']} positions of {where}"
             raise UserError(f"sequence_length={config.sequence_length}: is above {positions}; shorten it")
     own = {} if config.model == AUTO else model_fields(config.model, under={})
@@ -133,7 +132,7 @@ def settled(config: PretrainConfig, resumed_from: Path | None) -> PretrainConfig
     ]
     if problems:
         raise UserError(*problems)
-    return dataclasses.replace(config, init_from=name, model={**there, **own})
+    return config.settled(init_from=name, model={**there, **own})
 
 
 def initial_weights(init_from: str, tokenizer: PreTrainedTokenizerFast, host: HostGroup) -> dict[str, Tensor]:

@@ -250,7 +250,7 @@ def test_mfu_is_given_against_every_peak_that_is_named(tmp_path):
     shape = "n_layer = 12\nn_head = 12\nn_embd = 768\nblock_size = 1024\nbatch_size = 8\n"
     head = f"{shape}tokens per iteration will be: 524,288\ndefaulting to vocab_size of GPT-2 to 50304 (rounded up)\n"
     rows = [f"iter {n}: loss {falling(n + 1):.4f}, time 9340.00ms, mfu 15.40%\n" for n in range(0, 200, 10)]
-    log.write_text(head + "number of parameters: 123.59M\n" + "".join(rows))
+    log.write_text(head + "number of parameters: 123.69M\n" + "".join(rows))
     new = write_run(tmp_path / "new")
     found = compared(new, log)
     against = {row["peak_tflops"]: row["mfu"]["old"] for row in found["mfu_against"]}
@@ -436,6 +436,95 @@ def test_a_real_run_that_was_killed_and_resumed(config, tmp_path):
     assert (np.diff(seconds) > 0).all()
 
 
+def keep_steps(run, training, evaluations):
+    """Leave the folder's run the records at these steps alone."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    kept = [
+        line for line in lines
+        if "event" in line or line["step"] in (evaluations if "eval_loss" in line else training)
+    ]  # fmt: skip
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in kept))
+
+
+@pytest.mark.parametrize(
+    ("training", "evaluations", "steps"),
+    [
+        ([1, 10, 12, 20, 30, 40, 50, 60], [20, 40, 60], 60),  # ended at 12, where it logged, and went on from there
+        ([1, 10, 13, 23, 33, 40, 43, 50, 53, 60], [20, 40, 60], 60),  # a log every 10 steps from where it resumed
+        ([1, *range(3, 61, 3)], [15, 30, 45, 60], 60),
+        ([1, 10, 20, 30, 40], [20, 40], 47),  # killed, and not resumed
+        ([1, 10, 20, 30, 33], [20], 33),
+        ([1, 10, 20, 30, 40, 50], [], 50),
+    ],
+)
+def test_rows_of_one_course_that_was_recorded_at_other_steps_agree(tmp_path, training, evaluations, steps):
+    a = write_run(tmp_path / "a", steps=60, seed=3)
+    b = write_run(tmp_path / "b", steps=60, seed=3)
+    keep_steps(a, [1, *range(10, 61, 10)], [20, 40, 60])
+    keep_steps(b, training, evaluations)
+    found = compared(a, b)
+    assert found["pairs"][0]["same_result"] == {
+        "same": True,
+        "steps": len({1, *range(10, 61, 10)} & {*training}),
+        "largest_part": 0.0,
+    }
+    for axis in ("steps", "tokens", "FLOPs"):
+        point, gaps = found["equal"][axis], found["pairs"][0]["gaps"][axis]
+        ours, theirs = point["runs"].values()
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-12), axis
+        assert gaps["loss"]["first"] == pytest.approx(ours["loss"]) and gaps["loss"]["percent"] == 0
+        if gaps["eval_loss"]:
+            assert (gaps["eval_loss"]["first"], gaps["eval_loss"]["second"]) == (ours["eval_loss"], theirs["eval_loss"])
+    if steps == 60:
+        assert found["runs"][0]["end_loss"] == pytest.approx(found["runs"][1]["end_loss"], rel=1e-12)
+
+
+def test_evaluations_are_compared_where_both_have_one(tmp_path):
+    a, b = write_run(tmp_path / "a", steps=60, seed=3), write_run(tmp_path / "b", steps=60, seed=3)
+    keep_steps(a, range(61), [20, 40, 60])
+    keep_steps(b, range(48), [20, 40])
+    runs = read_runs([a, b])
+    found = compare(runs)
+    ours, theirs = found["equal"]["steps"]["runs"].values()
+    assert found["equal"]["steps"]["at"] == 47 and found["equal"]["steps"]["eval_loss_at"] == 40
+    assert ours["eval_loss"] == theirs["eval_loss"] == runs[0].evaluations[1]["eval_loss"]
+    assert "at equal steps (47, evaluated at 40)" in as_text(runs, found)
+
+
+def test_three_runs_of_which_two_saw_the_same_tokens(tmp_path):
+    a, b = write_run(tmp_path / "a", steps=60, seed=3), write_run(tmp_path / "b", steps=60, seed=3)
+    other = write_run(tmp_path / "c", steps=60, seed=4, tokens="other")
+    keep_steps(b, [1, 10, 12, 20, 30, 40, 50, 60], [20, 40, 60])
+    found = compared(a, b, other)
+    losses = [figures["loss"] for figures in found["equal"]["steps"]["runs"].values()]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-12) and losses[2] != losses[0]
+    assert [pair["same_tokens"]["equal"] for pair in found["pairs"]] == [True, False]
+
+
+def test_a_run_against_itself(tmp_path):
+    run = write_run(tmp_path / "a")
+    found = compared(run, run, tmp_path / "a" / "metrics.jsonl")
+    assert [one["name"] for one in found["runs"]] == ["a", "a (2)", "a (3)"] or len(
+        {o["name"] for o in found["runs"]}
+    ) == 3
+    for pair in found["pairs"]:
+        assert pair["same_result"]["largest_part"] == 0.0 and "same tokens, same result" in pair["verdicts"][0]
+        assert all(gap["loss"]["percent"] == 0 for gap in pair["gaps"].values())
+
+
+def test_a_run_that_ended_before_its_first_log(tmp_path, config):
+    """Killed in its first step: run.json and a start, no record."""
+    trained(config("whole"))
+    with pytest.raises(KeyboardInterrupt):
+        trained(config("killed"), StopAt(1))
+    lines = (tmp_path / "killed" / "metrics.jsonl").read_text().splitlines()
+    assert not [line for line in lines if '"loss"' in line]
+    for runs in (("whole", "killed"), ("killed", "whole"), ("killed", "killed")):
+        found = compared(*(tmp_path / name for name in runs))
+        assert any("no training record yet" in note for note in found["notes"])
+        assert found["equal"] == {} and any("not known" in line for line in found["pairs"][0]["verdicts"])
+
+
 CONSOLE = """\
 Overriding config with config/train.py:
 # comment, and a setting with one
@@ -480,6 +569,194 @@ def test_a_nanogpt_log(tmp_path):
     )
     assert run.settings["per_device_train_batch_size"] == 12
     assert "the last line, cut short, left out" in run.notes
+
+
+SHAKESPEARE = """\
+Overriding config with config/train_shakespeare_char.py:
+# train a miniature character-level shakespeare model
+out_dir = 'out-shakespeare-char'
+eval_interval = 250 # keep frequent because we'll overfit
+eval_iters = 200
+dataset = 'shakespeare_char'
+gradient_accumulation_steps = 5 * 8 // 40
+batch_size = 64
+block_size = 256 # context of up to 256 previous characters
+n_layer = 6
+n_head = 6
+n_embd = 384
+dropout = 0.2
+learning_rate = 1e-3 # with baby networks can afford to go a bit higher
+max_iters = 5000
+lr_decay_iters = 5000 # make equal to max_iters usually
+min_lr = learning_rate / 10 # usually
+# device = 'cpu'  # run on cpu only
+Overriding: device = cpu
+Overriding: dataset = openwebtext
+Overriding: compile = False
+Overriding: out_dir = runs/a=b #1
+tokens per iteration will be: 16,384
+found vocab_size = 65 (inside data/shakespeare_char/meta.pkl)
+Initializing a new model from scratch
+number of parameters: 10.65M
+num decayed parameter tensors: 26, with 10,740,096 parameters
+num non-decayed parameter tensors: 13, with 4,992 parameters
+using fused AdamW: False
+step 0: train loss 4.2874, val loss 4.2823
+iter 0: loss 4.2649, time 31143.11ms, mfu -100.00%
+iter 10: loss 3.1462, time 200.00ms, mfu 2.00%
+iter 20: loss 2.7322, time 200.00ms, mfu 2.00%
+"""
+
+
+def read_text(tmp_path, text: str | bytes):
+    (tmp_path / "log.txt").write_bytes(text if isinstance(text, bytes) else text.encode())
+    (run,) = read_runs([tmp_path / "log.txt"])
+    return run
+
+
+@pytest.mark.parametrize(
+    ("line", "key", "value"),
+    [
+        ("Overriding: device = cuda:0", "device", "cuda:0"),
+        ("Overriding: dataset = my-data_2", "dataset", "my-data_2"),
+        ("Overriding: dataset = None", "dataset", None),
+        ("Overriding: dataset = it's # not = a comment", "dataset", "it's # not = a comment"),
+        ("dataset = openwebtext", "dataset", "openwebtext"),
+        ("device = 'cuda' # 'cpu', 'cuda:1'; etc.", "device", "cuda"),
+        ("weight_decay = 1e-1", "weight_decay", 0.1),
+        ("max_iters = 600_000 # total", "max_steps", 600_000),
+        ("gradient_accumulation_steps = 5 * 8 # used to simulate", "gradient_accumulation_steps", 40),
+        ("min_lr = learning_rate/10", "min_learning_rate", 1e-4),
+        ("max_iters = (600 - 100) * 2", "max_steps", 1000),
+        ("max_iters = 10 ** 999999999", "max_steps", "10 ** 999999999"),
+        ("max_iters = 1 / 0", "max_steps", "1 / 0"),
+        ("max_iters = int(os.environ['N']) # of the cluster", "max_steps", "int(os.environ['N'])"),
+        ("batch_size = twelve", "per_device_train_batch_size", "twelve"),
+        ("block_size = -1", "sequence_length", -1),
+    ],
+)
+def test_settings_are_read_as_a_configurator_prints_them(tmp_path, line, key, value):
+    text = SHAKESPEARE.replace("tokens per iteration", f"{line}\ntokens per iteration")
+    run = read_text(tmp_path, text)
+    assert run.settings[key] == value
+    assert not any("not understood" in note for note in run.notes)
+    assert compare([run, run])["runs"][0]["end_loss"] is not None
+
+
+def test_overrides_stand_over_the_configuration_file(tmp_path):
+    run = read_text(tmp_path, SHAKESPEARE)
+    assert (run.settings["device"], run.settings["dataset"], run.settings["torch_compile"]) == (
+        "cpu",
+        "openwebtext",
+        False,
+    )
+    assert run.settings["gradient_accumulation_steps"] == 1 and run.settings["min_learning_rate"] == 1e-4
+    assert run.settings["eval_steps"] == 250 and run.settings["per_device_train_batch_size"] == 64
+
+
+def test_settings_changed_at_a_restart_hold_both_values(tmp_path):
+    again = "Overriding: learning_rate = 0.0005\nOverriding: device = cpu\nmax_iters = 7, said the text\n"
+    text = f"{SHAKESPEARE}{again}tokens per iteration will be: 16,384\niter 30: loss 2.6, time 200.00ms, mfu 2.00%\n"
+    run = read_text(tmp_path, text)
+    assert run.settings["learning_rate"] == "0.001; 0.0005 from step 22 on"
+    assert run.settings["device"] == "cpu" and run.settings["max_steps"] == 5000
+
+
+GPT2_LOG = """\
+defaulting to vocab_size of GPT-2 to 50304 (50257 rounded up for efficiency)
+number of parameters: 123.59M
+num decayed parameter tensors: 50, with 124,354,560 parameters
+num non-decayed parameter tensors: 25, with 19,200 parameters
+iter 0: loss 10.9, time 300.00ms, mfu -100.00%
+"""
+TENSORS = re.compile("num (non-)?decayed.*\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "total", "without", "flops"),
+    [
+        # 65 x 384 + 6 x (12 x 384^2 + 2 x 384) + 384, and 256 x 384 positions; no biases, as is usual
+        (SHAKESPEARE, 10_745_088, 10_646_784, 6 * 10_646_784 + 12 * 6 * 384 * 256),
+        (TENSORS.sub("", SHAKESPEARE), 10_745_088, 10_646_784, 6 * 10_646_784 + 12 * 6 * 384 * 256),
+        # With biases: 9 x 384 in each layer, and 13 x 384 of norms.
+        (
+            TENSORS.sub("", SHAKESPEARE).replace("10.65M", "10.67M"),
+            10_770_816, 10_672_512, 6 * 10_672_512 + 12 * 6 * 384 * 256,
+        ),
+        (
+            SHAKESPEARE.replace("4,992", "30,720").replace("dropout", "bias = True\ndropout"),
+            10_770_816, 10_672_512, 6 * 10_672_512 + 12 * 6 * 384 * 256,
+        ),
+        # Nothing is printed of the usual sizes: they are known by the exact number.
+        (GPT2_LOG, 124_373_760, 123_587_328, 6 * 123_587_328 + 12 * 12 * 768 * 1024),
+        (GPT2_LOG.replace("defaulting", "not said"), 124_373_760, 123_587_328, 6 * 123_587_328 + 12 * 12 * 768 * 1024),
+        (
+            "Overriding: init_from = gpt2\n" + GPT2_LOG.replace("defaulting to vocab_size of GPT-2 to 50304", "")
+            .replace("123.59M", "123.65M").replace("124,354,560", "124,318,464").replace("19,200", "121,344"),
+            124_439_808, 123_653_376, 6 * 123_653_376 + 12 * 12 * 768 * 1024,
+        ),
+        # Sizes that are not printed, or do not give the number: the exact one alone, or none.
+        (SHAKESPEARE.replace("n_embd = 384\n", ""), 10_745_088, None, None),
+        (SHAKESPEARE.replace("n_layer = 6", "n_layer = 7"), 10_745_088, None, None),
+        (TENSORS.sub("", SHAKESPEARE).replace("n_embd = 384\n", ""), None, None, None),
+    ],
+)  # fmt: skip
+def test_the_size_in_a_log_is_one_count(tmp_path, text, total, without, flops):
+    run = read_text(tmp_path, TIMES.sub("", text) if flops is None else text)
+    found = compare([run])["runs"][0]
+    assert (found["parameters"], found["parameters_without_positions"]) == (total, without)
+    assert found["flops_per_token"] == flops
+    assert (flops is None) == any("number of parameters" in note for note in run.notes)
+
+
+def test_the_processes_of_a_log_follow_from_its_mfu(tmp_path):
+    settings = "batch_size = 12\nblock_size = 1024\ngradient_accumulation_steps = 5 * 8\n"
+    head = f"{settings}tokens per iteration will be: 491,520\n" + GPT2_LOG
+    twice = "".join(f"{line}\n" * 8 for line in head.splitlines())  # each process prints its own
+    mfu = 491_520 * 854_770_176 / 0.3 / 8 / 312e12
+    rows = "".join(f"iter {n}: loss {9 - n / 100:.4f}, time 300.00ms, mfu {100 * mfu:.2f}%\n" for n in range(1, 30))
+    run = read_text(tmp_path, twice + rows)
+    assert (run.processes, run.plan["accumulation"], run.flops_per_token) == (8, 5, 854_770_176)
+    (row,) = compare([run])["mfu_against"]
+    assert row["mfu"]["log"] == pytest.approx(mfu, rel=1e-3) and "one of 8 processes" in " ".join(run.notes)
+    assert read_text(tmp_path, SHAKESPEARE).processes == 1
+
+
+def test_a_step_that_a_restart_makes_larger_counts_from_there(tmp_path):
+    lines = [f"iter {n}: loss 3.0, time 100.00ms\n" for n in range(10)]
+    text = "tokens per iteration will be: 100\n" + "".join(lines[:6])
+    run = read_text(tmp_path, f"{text}tokens per iteration will be: 200\n{''.join(lines[6:])}")
+    seen = {record["step"]: record["num_input_tokens_seen"] for record in run.training}
+    assert (seen[1], seen[6], seen[7], seen[10]) == (100, 600, 800, 1400)
+    assert "its step had 100 tokens, and 200 from step 7 on" in run.notes
+    run = read_text(tmp_path, f"{text}tokens per iteration will be: 200\n{''.join(lines[4:])}")  # again from 4
+    assert run.training[-1]["num_input_tokens_seen"] == 4 * 100 + 6 * 200
+
+
+TIMES = re.compile(", time .*")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda text: text.replace("\n", "\r\n"),
+        lambda text: text.replace("\n", "\r"),
+        lambda text: "\ufeff" + text,
+        lambda text: text.encode("utf-16"),
+        lambda text: re.sub("^", "\x1b[36m[rank0]:\x1b[0m ", text, flags=re.M),
+        lambda text: re.sub("(loss|step|iter)", "\x1b[1;31m\\1\x1b[0m\x1b[K", text),
+        lambda text: re.sub("^(num.*)$", "\\1\n\\1", text, flags=re.M),
+        lambda text: re.sub("^(num dec.*)\n(num non.*)$", "\\1\n\\1\n\\2\n\\2", text, flags=re.M),
+        lambda text: text.replace("iter 10", "compiling the model... (takes a ~minute)\n[W1129 torch/_dynamo] iter 10"),
+        lambda text: text.replace("iter 10", "[2024-01-02 03:04:05,678] [INFO] iter 10"),
+        lambda text: text.replace("iter 10", "\u2028\x85 sampled \x0c text\niter 10"),
+    ],
+)
+def test_a_log_is_read_as_terminals_and_launchers_leave_it(tmp_path, change):
+    plain, run = read_text(tmp_path, SHAKESPEARE), read_text(tmp_path, change(SHAKESPEARE))
+    assert run.training == plain.training and run.evaluations == plain.evaluations
+    assert run.flops_per_token == plain.flops_per_token and run.tokens_per_step == plain.tokens_per_step
+    assert run.settings == plain.settings
 
 
 def test_a_log_cut_between_any_two_bytes_is_read(tmp_path):

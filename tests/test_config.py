@@ -113,7 +113,7 @@ def test_every_problem_is_told_at_once(tmp_path):
 def test_sizes_that_do_not_fit_are_refused_with_both_numbers():
     (problem,) = problems(model={"n_embd": 30, "n_head": 4})
     assert "30" in problem and "4" in problem and "5, 6" in problem
-    (problem,) = problems("--sequence_length", "65")
+    (problem,) = problems("--sequence_length", "65", "--model", "char-cpu")
     assert "65" in problem and "64" in problem
     (problem,) = problems("--tokens_per_step", "1000")
     assert "tokens_per_step=1000" in problem and "= 512" in problem and "512 or 1024" in problem
@@ -179,6 +179,97 @@ def test_a_run_has_one_length():
 def test_options_that_would_be_ignored_are_refused():
     assert "min_learning_rate" in problems(lr_scheduler_type="linear", min_learning_rate=1e-5)[0]
     assert "constant_with_warmup" in problems(lr_scheduler_type="constant", warmup_steps=5)[0]
+
+
+RECIPE = {
+    **{"model": "char-cpu", "tokenizer": "char", "sequence_length": 64, "tokens_per_step": 8192, "max_steps": 100},
+    **{"per_device_train_batch_size": 16, "learning_rate": 1e-3, "min_learning_rate": 1e-4, "warmup_steps": 10},
+    **{"eval_steps": 10, "eval_train": True, "save_best": True, "early_stopping_patience": 3},
+}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "stated", "expected"),
+    [
+        ({}, {"learning_rate": 1e-6}, {"min_learning_rate": None}),
+        ({}, {"min_learning_rate": 1e-2}, {"learning_rate": 1e-2}),
+        ({}, {"lr_scheduler_type": "linear"}, {"min_learning_rate": None, "warmup_steps": 10}),
+        ({}, {"lr_scheduler_type": "constant"}, {"min_learning_rate": None, "warmup_steps": 0}),
+        (
+            {"lr_scheduler_type": "constant", "min_learning_rate": None, "warmup_steps": 0},
+            {"warmup_steps": 5},
+            {"lr_scheduler_type": "constant_with_warmup"},
+        ),
+        (
+            {"lr_scheduler_type": "linear", "min_learning_rate": None},
+            {"min_learning_rate": 1e-5},
+            {"lr_scheduler_type": "cosine_with_min_lr"},
+        ),
+        ({"optim": "muon", "muon_learning_rate": 0.02}, {"optim": "adamw"}, {"muon_learning_rate": None}),
+        ({}, {"eval_steps": 0}, {"eval_train": False, "save_best": False, "early_stopping_patience": None}),
+        ({"eval_steps": 0, "eval_train": False, "save_best": False, "early_stopping_patience": None},
+         {"early_stopping_patience": 2}, {"eval_steps": 250}),
+        ({}, {"per_device_train_batch_size": 7}, {"tokens_per_step": 8064}),
+        ({}, {"per_device_train_batch_size": 4096}, {"tokens_per_step": 262_144}),
+        ({}, {"tokens_per_step": 1280}, {"per_device_train_batch_size": 10}),
+        ({}, {"gradient_accumulation_steps": 3}, {"tokens_per_step": None}),
+        ({"tokens_per_step": None, "gradient_accumulation_steps": 3}, {"tokens_per_step": 4096},
+         {"gradient_accumulation_steps": None}),
+        ({"per_device_train_batch_size": "auto"}, {"gradient_accumulation_steps": 2},
+         {"per_device_train_batch_size": 8, "tokens_per_step": None}),
+        ({"tokens_per_step": None, "gradient_accumulation_steps": 3},
+         {"per_device_train_batch_size": "auto", "tokens_per_step": 4096}, {"gradient_accumulation_steps": None}),
+        ({}, {"sequence_length": 60}, {"tokens_per_step": 8640}),
+        ({}, {"sequence_length": 256}, {"model": {"size": "char-cpu", "n_positions": 256}}),
+        ({}, {"model": {"size": "char-cpu", "n_positions": 32}}, {"sequence_length": 32}),
+        ({}, {"ddp_timeout": 600}, {"stream_timeout": 300.0}),
+        ({}, {"stream_timeout": 3600}, {"ddp_timeout": 7200.0}),
+        ({}, {"max_tokens": 100_000}, {"max_steps": None}),
+        ({"tokenizer": "bpe-300"}, {"init_from": "{nanogpt}"}, {"tokenizer": "auto"}),
+        ({}, {"init_from": "{nanogpt}"}, {"tokenizer": "char", "model": "auto"}),
+        ({}, {"init_from": "{without}"}, {"tokenizer": "char", "model": "auto"}),
+        ({}, {"init_from": "some/model"}, {"tokenizer": "auto", "model": "auto"}),
+        ({"dataset": "x/y", "dataset_name": "a", "dataset_split": "b", "text_column": "c", "eval_dataset": "d"},
+         {"dataset": "z.txt"},
+         {"dataset_name": None, "dataset_split": "train", "text_column": "text", "eval_dataset": None}),
+        ({"dataset": "x/y", "dataset_name": "a"}, {"dataset": "x/y"}, {"dataset_name": "a"}),
+    ],
+)  # fmt: skip
+def test_a_recipes_value_never_refuses_what_is_stated(tmp_path, recipe, stated, expected):
+    (tmp_path / "ckpt.pt").touch()
+    (tmp_path / "weights").mkdir()
+    names = {"{nanogpt}": str(tmp_path / "ckpt.pt"), "{without}": str(tmp_path / "weights")}
+    recipe = {**RECIPE, **recipe}
+    stated = {key: names.get(str(value), value) for key, value in stated.items()}
+    argv = [part for key, value in stated.items() for part in (f"--{key}", str(value))]
+    PretrainConfig.from_cli(recipe, [])  # nothing is wrong with it alone
+    config = PretrainConfig.from_cli(recipe, argv)
+    for key, value in {**stated, **expected}.items():
+        assert getattr(config, key) == value, key
+    changed = {key for key in expected if key in recipe and recipe[key] != expected[key]} - {"max_steps"}
+    assert changed <= config.gave_way.keys()
+    for key, (was, now) in config.gave_way.items():
+        assert key not in stated and now == getattr(config, key)
+        assert was == recipe.get(key, PretrainConfig.__dataclass_fields__[key].default)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "stated", "said"),
+    [
+        ({}, {"learning_rate": 1e-6, "min_learning_rate": 1e-3}, "min_learning_rate=0.001"),
+        ({}, {"eval_steps": 0, "save_best": "true"}, "save_best: nothing is evaluated"),
+        ({}, {"muon_learning_rate": 0.1}, "muon_learning_rate=0.1"),
+        ({}, {"tokens_per_step": 1000}, "tokens_per_step=1000"),
+        ({"min_learning_rate": 1e-2}, {"max_steps": 5}, "min_learning_rate=0.01"),
+        ({"model": {"size": "char-cpu", "n_embd": 30}}, {"max_steps": 5}, "n_embd=30"),
+    ],
+)
+def test_what_is_stated_and_what_a_recipe_says_alone_must_go_together(recipe, stated, said):
+    argv = [part for key, value in stated.items() for part in (f"--{key}", str(value))]
+    with pytest.raises(UserError) as caught:
+        PretrainConfig.from_cli({**RECIPE, **recipe}, argv)
+    (problem,) = caught.value.problems
+    assert problem.startswith(said) or said in problem
 
 
 def test_missing_or_broken_yaml(tmp_path):

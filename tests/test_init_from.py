@@ -168,6 +168,47 @@ def test_a_recipes_own_model_and_tokenizer_give_way_to_the_checkpoints():
     assert (usual.model, usual.tokenizer) == ("gpt2-125m", "gpt2")
 
 
+def test_a_recipes_tokenizer_and_lengths_serve_weights_that_have_none(config, tmp_path, capsys):
+    (tmp_path / "characters.txt").write_text("\n abcdefghijklmnopqrstu." * 50)
+    checkpoint = write_checkpoint(tmp_path / "ckpt.pt", random_state(), "_orig_mod.")
+    recipe = {**config().to_dict(), "model": "gpt2-125m", "sequence_length": 64, "tokens_per_step": 4096}
+    recipe |= {"gradient_accumulation_steps": None, "max_tokens": None, "num_train_epochs": None, "max_steps": 1}
+    flags = ["--init_from", str(checkpoint), "--dataset", str(tmp_path / "characters.txt"), "--save_steps", "0"]
+    run = trained(PretrainConfig.from_cli(recipe, flags))
+    positions = run.raw_model.config.n_positions
+    assert run.config.tokenizer == "char" and run.config.sequence_length == positions < 64
+    assert run.batch.tokens_per_step == 4096
+    recorded = run.run.facts()["gave_way"]
+    assert (
+        recorded["sequence_length"] == {"recipe": 64, "now": positions} and recorded["model"]["recipe"] == "gpt2-125m"
+    )
+    assert (
+        f"sequence_length: {positions}, as the recipe's 64 does not go with what is stated" in capsys.readouterr().out
+    )
+    with pytest.raises(UserError, match="sequence_length=64: is above"):
+        trained(
+            PretrainConfig.from_cli(recipe, [*flags, "--sequence_length", "64", "--output_dir", str(tmp_path / "b")])
+        )
+
+
+def test_a_recipes_document_masking_gives_way_to_a_tokenizer_without_separator(config, tmp_path):
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({word: n for n, word in enumerate(("a", "b", "[UNK]"))}, unk_token="[UNK]"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]").save_pretrained(tmp_path / "words")
+    (tmp_path / "words.txt").write_text("a b b a " * 500)
+    values = {key: value for key, value in config().to_dict().items() if value is not None}
+    recipe = {**values, "document_masking": True, "dataset": str(tmp_path / "words.txt")}
+    flags = ["--tokenizer", str(tmp_path / "words")]
+    run = Pretrainer(PretrainConfig.from_cli(recipe, flags))
+    run.setup()
+    assert not run.config.document_masking and run.config.gave_way["document_masking"] == (True, False)
+    with pytest.raises(UserError, match="document_masking"):
+        Pretrainer(PretrainConfig.from_cli(recipe, [*flags, "--document_masking", "true"])).setup()
+
+
 HUB_RUN = """
 import sys
 from hfgpt import PretrainConfig, Pretrainer, run_recipe

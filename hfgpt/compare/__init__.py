@@ -11,7 +11,7 @@ import numpy as np
 
 from hfgpt.compare import noise
 from hfgpt.compare.console_log import read_log
-from hfgpt.compare.pairs import AXES, pair
+from hfgpt.compare.pairs import AXES, pair, same_step_is_same_place
 from hfgpt.compare.run_history import PastRun, number, read_folder
 from hfgpt.errors import UserError
 
@@ -66,13 +66,16 @@ def compare(runs: Sequence[PastRun]) -> dict[str, Any]:
     notes.
     """
     against = mfu_against(runs)
+    pairs = [pair(runs[0], other) for other in runs[1:]]
+    # The first run and those that saw its tokens: they are compared at the steps that all of them recorded.
+    alike = [runs[0], *(run for run, one in zip(runs[1:], pairs, strict=True) if one["same_tokens"]["equal"])]
     above = sorted({name for row in against for name, value in row["mfu"].items() if value is not None and value > 1})
     return {
-        "runs": [facts(run) for run in runs],
+        "runs": [facts(run, alike) for run in runs],
         "settings_that_differ": settings_that_differ(runs),
         "mfu_against": against,
-        "equal": {name: found for name, axis in AXES.items() if len(runs) > 1 and (found := equal(runs, axis))},
-        "pairs": [pair(runs[0], other) for other in runs[1:]],
+        "equal": {name: found for name, axis in AXES.items() if len(runs) > 1 and (found := equal(runs, axis, alike))},
+        "pairs": pairs,
         "notes": [
             *(f"{run.name}: {note}" for run in runs for note in (*run.notes, *_not_finite(run))),
             *(f"{name}: an MFU above 1 is against the peak of a slower device, or a wrong one" for name in above),
@@ -80,12 +83,18 @@ def compare(runs: Sequence[PastRun]) -> dict[str, Any]:
     }
 
 
-def facts(run: PastRun) -> dict[str, Any]:
-    """What is known of one run by itself; the training loss at the end is a mean (see `noise.window`)."""
+def facts(run: PastRun, alike: Sequence[PastRun] = ()) -> dict[str, Any]:
+    """What is known of one run by itself; the training loss at the end is a mean (see `noise.window`).
+
+    alike: runs on the same tokens; where they end at one step, the mean is over steps that all of them recorded.
+    """
     step_seconds = run.typical("step_seconds")
     accumulation = run.plan.get("accumulation")
     recut = any(event.get("event") == "oom_retry" for event in run.events)  # micro-batches of two sizes
     steps, losses = run.values("loss")
+    if any(run is one for one in alike) and len({one.reach("step") for one in alike}) == 1:
+        common = noise.on_common([(steps, losses), *(one.values("loss") for one in alike)])[0]
+        steps, losses = common if len(common[0]) and common[0][-1] == steps[-1] else (steps, losses)
     start = noise.window([steps], steps[-1]) if len(steps) else None
     end_loss = float(np.mean(losses[(steps > start) | (steps == steps[-1])])) if len(steps) else None
     evaluations = [record for record in run.evaluations if number(record.get("eval_loss")) is not None]
@@ -185,22 +194,28 @@ def mfu_against(runs: Sequence[PastRun]) -> list[dict[str, Any]]:
     return rows
 
 
-def equal(runs: Sequence[PastRun], axis: str) -> dict[str, Any] | None:
-    """The point of `axis` that all runs reach, and each run's figures there; None where one has no such axis."""
+def equal(runs: Sequence[PastRun], axis: str, alike: Sequence[PastRun] = ()) -> dict[str, Any] | None:
+    """The point of `axis` that all runs reach, and each run's figures there; None where one has no such axis.
+
+    alike: runs on the same tokens, of which only steps that all of them recorded count, as between two (`pairs.pair`).
+    """
     reached = [run.reach(axis) for run in runs]
     ends = [end for end in reached if end is not None]
     if len(ends) < len(runs):
         return None
     end = min(ends)
-    curves = [run.values("loss", axis) for run in runs]
-    start = noise.window([x for x, _ in curves], end)
-    levels = noise.levels_at(curves, start, end)
-    figures = {}
-    for index, run in enumerate(runs):
-        values: dict[str, Any] = {"loss": levels[index].value if levels else None}
-        for key in ("eval_loss", "eval_bits_per_byte"):
-            x, y = run.values(key, axis, evaluations=True)
-            values[key] = float(np.interp(end, x, y)) if len(x) and x[0] <= end else None
-        values |= {"perplexity": perplexity(values["loss"]), "eval_perplexity": perplexity(values["eval_loss"])}
-        figures[run.name] = values
-    return {"at": end, "window_from": start, "runs": figures}
+    curves = {id(run): run.values("loss", axis) for run in runs}
+    if all(same_step_is_same_place(alike[0], run, axis) for run in alike[1:]):
+        curves |= zip(map(id, alike), noise.on_common([curves[id(run)] for run in alike]), strict=True) if alike else []
+    start = noise.window([x for x, _ in curves.values()], end)
+    levels = noise.levels_at([curves[id(run)] for run in runs], start, end)
+    found: list[dict[str, Any]] = [{"loss": levels[index].value if levels else None} for index in range(len(runs))]
+    point: dict[str, Any] = {"at": end, "window_from": start}
+    for key in ("eval_loss", "eval_bits_per_byte"):
+        evaluations = [run.values(key, axis, evaluations=True) for run in runs]
+        at = point[f"{key}_at"] = noise.evaluated_at(evaluations, end)
+        for figures, (x, y) in zip(found, evaluations, strict=True):
+            figures[key] = None if at is None else float(np.interp(at, x, y))
+    for figures in found:
+        figures |= {f"{kind}perplexity": perplexity(figures[f"{kind}loss"]) for kind in ("", "eval_")}
+    return {**point, "runs": {run.name: figures for run, figures in zip(runs, found, strict=True)}}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import reduce
 from typing import NamedTuple
 
 import numpy as np
@@ -98,6 +99,23 @@ def levels_at(curves: list[Curve], start: float, end: float) -> list[Level] | No
     return [level(x, y, centre) for x, y in parts]
 
 
+def on_common(curves: list[Curve]) -> list[Curve]:
+    """The curves at the places that all of them have; as they are where there is none."""
+    common = reduce(np.intersect1d, [x for x, _ in curves])
+    return [(x[np.isin(x, common)], y[np.isin(x, common)]) for x, y in curves] if len(common) else curves
+
+
+def evaluated_at(curves: list[Curve], end: float) -> float | None:
+    """The last point up to `end` at which all were evaluated, or that all reach where their evaluations lie apart."""
+    if not all(len(x) for x, _ in curves):
+        return None
+    at = min(end, *(x[-1] for x, _ in curves))
+    if at < max(x[0] for x, _ in curves):
+        return None
+    common = reduce(np.intersect1d, [x[x <= at] for x, _ in curves])
+    return float(common[-1] if len(common) and common[-1] >= 0.9 * at else at)
+
+
 def apart(a: Curve, b: Curve, end: float, start: float) -> Gap | None:
     """The gap of two curves of training losses over the window from `start` to `end`; None if one has no point there.
 
@@ -138,18 +156,16 @@ def between_evaluations(a: Curve, b: Curve, end: float) -> tuple[float, Gap] | N
     Between two evaluations the value is interpolated. Both score one and the same text, so the band is what a value
     jumps by from one evaluation to the next: the scatter of the newest ones around the line through their neighbours.
     """
-    if not len(a[0]) or not len(b[0]):
-        return None
-    at = min(a[0][-1], b[0][-1], end)
-    if at < max(a[0][0], b[0][0]):
+    at = evaluated_at([a, b], end)
+    if at is None:
         return None
     first, second = (float(np.interp(at, x, y)) for x, y in (a, b))
     one, other = (_jump(x[x <= at], y[x <= at]) for x, y in (a, b))
     if one is None or other is None:
-        return float(at), Gap(first, second, None, "too few evaluations for a band")
+        return at, Gap(first, second, None, "too few evaluations for a band")
     known = min(int(np.count_nonzero(x <= at)) for x, _ in (a, b))
     band = student(min(known, NEWEST) - 2) * float(np.hypot(one, other))
-    return float(at), Gap(first, second, max(band, FLOOR * abs(first)), "jumps from evaluation to evaluation")
+    return at, Gap(first, second, max(band, FLOOR * abs(first)), "jumps from evaluation to evaluation")
 
 
 def _jump(x: np.ndarray, y: np.ndarray) -> float | None:

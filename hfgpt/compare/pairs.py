@@ -63,7 +63,7 @@ def pair(a: PastRun, b: PastRun) -> dict[str, Any]:
             gaps[name] = {"at": None, "missing": missing}
             continue
         end = min(end for end in ends if end is not None)
-        paired = same.equal is True and _same_step_is_same_place(a, b, axis)
+        paired = same.equal is True and same_step_is_same_place(a, b, axis)
         gaps[name] = _gaps(a, b, axis, end, paired) | {"at": end}
     result = None
     if same.step is not None:
@@ -101,7 +101,7 @@ def _as_json(gap: Gap) -> dict[str, Any]:
     return {**gap._asdict(), "percent": gap.percent, "beyond_noise": gap.beyond_noise}
 
 
-def _same_step_is_same_place(a: PastRun, b: PastRun, axis: str) -> bool:
+def same_step_is_same_place(a: PastRun, b: PastRun, axis: str) -> bool:
     if axis == "flops":
         return a.flops_per_token == b.flops_per_token
     return axis != "wall_seconds"
@@ -109,6 +109,8 @@ def _same_step_is_same_place(a: PastRun, b: PastRun, axis: str) -> bool:
 
 def _gaps(a: PastRun, b: PastRun, axis: str, end: float, paired: bool) -> dict[str, Any]:
     one, other = a.values("loss", axis), b.values("loss", axis)
+    if paired:
+        one, other = noise.on_common([one, other])
     start = noise.window([one[0], other[0]], end)
     found: dict[str, Any] = {"window_from": start, "paired": paired}
     found["loss"] = (noise.paired if paired else noise.apart)(one, other, end, start)

@@ -103,7 +103,9 @@ def sections(runs: Sequence[PastRun], found: dict[str, Any]) -> list[Section]:
     comparable = all(pair["loss_per_token_comparable"] for pair in found["pairs"])
     equal: dict[str, tuple[list[str], dict[str, Any]]] = {}  # axes with the same figures share a table
     for axis, point in found["equal"].items():
-        equal.setdefault(str(point["runs"]), ([], point))[0].append(f"{axis} ({_place(axis, point['at'])})")
+        earlier = f"evaluated at {_place(axis, at)}" if (at := point["eval_loss_at"]) not in (None, point["at"]) else ""
+        place = ", ".join(filter(None, (_place(axis, point["at"]), earlier)))
+        equal.setdefault(str(point["runs"]), ([], point))[0].append(f"{axis} ({place})")
     for axes, point in equal.values():
         tables.append((f"at equal {' and '.join(axes)}", _equal_rows(point, names, comparable)))
     if len(runs) > 1:
