@@ -73,7 +73,7 @@ def generate(
     (end-of-text), or after `max_new_tokens`. An empty prompt starts from the separator, of a character tokenizer from
     a line end; other tokenizers without a separator need a prompt. Beyond the model's positions each token is the
     model's answer to the last `n_positions` ids. `temperature` 0 takes the likeliest token each time. The same `seed`
-    gives the same texts on one machine. Ids without a token (padded rows of the model) are never taken. `top_k` 0 or None: all.
+    gives the same texts on one machine. Ids without a token (padded rows of the model) are never taken. `top_k` 0: all.
 
     `batch_size` samples are written at a time, padded at the left, each with random numbers of its own: others beside
     it change nothing but rounding. `stream(sample, piece)` is told each piece of text when it is there.

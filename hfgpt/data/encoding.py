@@ -160,10 +160,14 @@ class Encoder:
         if self._table is not None:
             found, wanted = b"".join(map(self._table.__getitem__, ids)), text.encode()
             prefix = int(found != wanted and found == b" " + wanted)
-            lost["changed_documents"] = int(found[prefix:] != wanted)
+            changed = found[prefix:] != wanted
+        else:  # all but the spaces
+            decoded = self._tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=False)
+            changed = "".join(decoded.split()) != "".join(text.split())
+        lost["changed_documents"] = int(changed)
         if self.unknown_id is not None:
             lost["unknown_tokens"] = ids.count(self.unknown_id)
-        elif self._counting is not None and (self._table is None or lost):
+        elif changed and self._counting is not None:
             [encoding] = _encoded(self._counting, [text])
             kind = "dropped_bytes" if self._by_bytes else "dropped_characters"
             lost[kind] = encoding.ids.count(self.rows)
@@ -198,7 +202,7 @@ class Encoder:
     def why_no_bytes(self, documents: Sequence[Document]) -> str | None:
         """Why `byte_lengths` is None, in words."""
         if self.lengths is None:
-            return "the tokenizer does not keep the spaces of a text"
+            return "the tokenizer does not keep the spaces of a text, and the bytes of its tokens are not known"
         changed = sum(bool(document.lost) for document in documents)
         return (
             f"the tokenizer does not represent {changed:,} of {len(documents):,} documents exactly" if changed else None
@@ -268,8 +272,8 @@ def _token_bytes(
     """The bytes that each id stands for, by the decoder; whether a text is made of them, its own bytes tell."""
     steps = _steps(specification["decoder"])
     kinds = {step["type"] for step in steps}
-    if kinds & {"WordPiece", "BPEDecoder", "CTC"}:
-        return None
+    if not kinds or kinds & {"WordPiece", "BPEDecoder", "CTC"}:
+        return None  # these put spaces between tokens
     replaced = [(step["replacement"], " ") for step in steps if step["type"] == "Metaspace"]
     for step in steps:
         if step["type"] == "Replace" and "String" in step["pattern"]:
