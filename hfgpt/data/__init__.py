@@ -147,7 +147,8 @@ def prepare_data(
         validation_bytes=None if validation_bytes is None else int(validation_bytes[1 : len(validation_run)].sum()),
         description=[
             source.description,
-            f"tokenizer: {named}, {len(tokenizer):,} entries",
+            f"tokenizer: {named}, {len(tokenizer):,} entries"
+            + (f" with ids up to {encoder.rows - 1:,}" if encoder.rows > len(tokenizer) else ""),
             f"documents: {encoder.rule()}",
             f"training: {how}",
             f"validation: {len(validation_run):,} tokens of {len(validation):,} documents, {origin}",

@@ -219,7 +219,7 @@ class Encoder:
         """How documents are joined, in words."""
         if self.separator_id is not None:
             token = self._tokenizer.convert_ids_to_tokens(self.separator_id)
-            return f"{token} ({self.separator_id}) before each"
+            return f"{token if token.isprintable() else repr(token)} ({self.separator_id}) before each"
         if self.newline_id is not None:
             return "a line end after each that has none, as the tokenizer has no end-of-text token (eos)"
         return "one after another with nothing between, as the tokenizer has no end-of-text token (eos) and no line end"
