@@ -65,7 +65,7 @@ def generate(
     num_samples: Annotated[int, typer.Option("--num_samples", help="Texts to write for each prompt.")] = 1,
     max_new_tokens: Annotated[int, typer.Option("--max_new_tokens", help="Tokens per text, at most.")] = 200,
     temperature: Annotated[float, typer.Option("--temperature", help="0: the likeliest token.")] = 1.0,
-    top_k: Annotated[int | None, typer.Option("--top_k", help="Draw from the k likeliest.")] = None,
+    top_k: Annotated[int | None, typer.Option("--top_k", help="Draw from the k likeliest; 0: from all.")] = None,
     top_p: Annotated[float | None, typer.Option("--top_p", help="Draw from this much probability.")] = None,
     seed: Annotated[int | None, typer.Option("--seed", help="Same seed, same texts.")] = None,
     batch_size: Annotated[int, typer.Option("--batch_size", help="Texts that are written at a time.")] = 8,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Iterable
 from typing import Any
 
@@ -81,6 +82,23 @@ def model_fields(model: str | dict[str, Any], under: dict[str, Any] = _NO_DROPOU
     if problems:
         raise UserError(*problems)
     return fields
+
+
+def model_rows(tokenizer: Any) -> int:
+    """Rows that a model needs for a tokenizer: the highest id that it can give, plus one.
+
+    `len(tokenizer)` is less where ids are left out. A post-processor may add ids that no token has.
+    """
+    highest = max(tokenizer.get_vocab().values(), default=0)
+    if backend := getattr(tokenizer, "backend_tokenizer", None):
+        processors = [json.loads(backend.to_str())["post_processor"] or {}]
+        for processor in processors:
+            processors += processor.get("processors", [])
+            templates = processor.get("special_tokens", {})
+            ids = [i for template in templates.values() for i in template["ids"]]
+            pairs = [processor[key] for key in ("sep", "cls") if key in processor]
+            highest = max([highest, *ids, *(i for _, i in pairs)])
+    return highest + 1
 
 
 def model_config(

@@ -109,12 +109,13 @@ def evaluate(
     accelerator: Accelerator,
     sequence_length: int,
     batch_size: int,
-    token_bytes: np.ndarray | None,
+    scored_bytes: int | None = None,
     attention: Callable[[torch.Tensor], dict[str, Any]] = lambda ids_BT: {},
     stop: Callable[[], bool] = lambda: False,
 ) -> dict[str, Any] | None:
     """Figures of `model` on one run of `tokens` (N,), in windows side by side: `eval_loss` (nats per token),
-    `eval_bits_per_byte` (None where the bytes of tokens are unknown), `eval_tokens`, `eval_seconds`.
+    `eval_bits_per_byte` (None where `scored_bytes`, those of all tokens but the first, are unknown), `eval_tokens`,
+    `eval_seconds`.
 
     None where `stop` broke it off; arguments as of `summed_nll`.
     """
@@ -124,7 +125,6 @@ def evaluate(
     nll = summed_nll(model, tokens, windows([len(tokens)], sequence_length), **options)
     if nll is None:
         return None
-    scored_bytes = None if token_bytes is None else int(token_bytes[tokens[1:]].sum())
     found = figures(nll, len(tokens) - 1, scored_bytes)
     return {
         "eval_loss": found["loss"],

@@ -39,7 +39,7 @@ def import_nanogpt(checkpoint: Path, folder: Path, tokenizer_name: str | None, t
         tokenizer = None
     else:
         tokenizer = _tokenizer(tokenizer_name, text, model.config.n_positions)
-        if dropped := fit_vocabulary(model, len(tokenizer), where):
+        if dropped := fit_vocabulary(model, tokenizer, where):
             said.append(f"left out {dropped} rows for which the tokenizer has no entry")
         model = new_model(fields_of(model.config), tokenizer, seed=0, weights=model.state_dict())
     story = f"imported with hfgpt from {origin}."
@@ -61,7 +61,7 @@ def export(checkpoint: Path, folder: Path, dtype: str = "float32", untie_head: b
     model, tokenizer, said = load_model(checkpoint, where), None, []
     if has_tokenizer(checkpoint):
         tokenizer = load_tokenizer(str(checkpoint), lambda: (), model.config.n_positions)
-        if dropped := fit_vocabulary(model, len(tokenizer), where):
+        if dropped := fit_vocabulary(model, tokenizer, where):
             said.append(f"left out {dropped} rows for which the tokenizer has no entry")
     target: torch.dtype = getattr(torch, dtype)
     limit = torch.finfo(target).max

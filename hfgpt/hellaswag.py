@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -19,10 +20,11 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
+from hfgpt.configuration_hfgpt import model_rows
+from hfgpt.data.encoding import Encoder
 from hfgpt.data.remote import hub_files
 from hfgpt.data.rows import read_rows
 from hfgpt.data.sources import local_files
-from hfgpt.data.tokenization import unknown_characters
 from hfgpt.distributed import HostGroup
 from hfgpt.errors import RunError, UserError
 
@@ -79,7 +81,8 @@ def hellaswag(
     with its standard error `..._stderr` (None for one example); `examples`; `cropped`: of the texts, four an example,
     those longer than the model's positions, of which the last tokens were taken; `padded_rows` of the model, for
     which the tokenizer has no entry: they take part in the softmax, as elsewhere; `dataset`, `dataset_split` and
-    `dataset_revision` (of a local file only its name is told); `seconds`.
+    `dataset_revision` (of a local file only its name is told); `not_represented`: what the tokenizer has no token for,
+    where there is any; `seconds`.
 
     Raises UserError for a file that is not HellaSwag, with the row, and for a tokenizer that cannot write it.
     """
@@ -88,7 +91,7 @@ def hellaswag(
         if value is not None and value < 1:
             raise UserError(f"{name}={value}: at least 1")
     plain = accelerator.unwrap_model(model)
-    rows, entries = plain.get_input_embeddings().weight.shape[0], max(tokenizer.get_vocab().values()) + 1
+    rows, entries = plain.get_input_embeddings().weight.shape[0], model_rows(tokenizer)
     if entries > rows:
         sizes = f"the tokenizer has {entries:,} entries and the model {rows:,} rows"
         raise UserError(f"{sizes}; use the tokenizer that the model was trained with")
@@ -128,7 +131,8 @@ def _read(source: str, limit: int | None, tokenizer: Any) -> tuple[list[Example]
         rows[where] = _checked(where, content)
     if not rows:
         raise UserError(f"dataset={source}: holds no example; give a HellaSwag file with ctx, endings and label")
-    return _encoded(tokenizer, rows), place
+    examples, lost = _encoded(tokenizer, rows)
+    return examples, place | ({"not_represented": dict(lost)} if lost else {})
 
 
 def _checked(where: str, row: Any) -> tuple[str, list[str], int]:
@@ -161,23 +165,25 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def _encoded(tokenizer: Any, rows: dict[str, tuple[str, list[str], int]]) -> list[Example]:
-    """Raises UserError for text that the tokenizer cannot write: one of characters drops what it lacks."""
-    contexts = [context for context, _, _ in rows.values()]
-    endings = [f" {ending}" for _, four, _ in rows.values() for ending in four]
-    lost = {*unknown_characters(tokenizer, "".join({*"".join(contexts + endings)}))} if tokenizer.is_fast else set()
+def _encoded(tokenizer: Any, rows: dict[str, tuple[str, list[str], int]]) -> tuple[list[Example], Counter[str]]:
+    """The examples, and what the tokenizer does not represent of them. Special tokens in text stay text.
 
-    def encoded(texts: list[str]) -> list[list[int]]:
-        return tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
-
+    Raises UserError for text that the tokenizer cannot write: one of characters drops what it lacks.
+    """
+    encoder, lost = Encoder(tokenizer), Counter[str]()
     examples = []
-    for (where, row), context, four in zip(rows.items(), encoded(contexts), _fours(encoded(endings)), strict=True):
-        if missing := sorted(lost & {*row[0], *" ".join(["", *row[1]])}):
+    for where, (context, endings, label) in rows.items():
+        texts = [context, *(f" {ending}" for ending in endings)]
+        if missing := encoder.unknown_characters("".join(texts)):
             raise UserError(f"{where}: the tokenizer has no {', '.join(map(repr, missing))}, so it cannot be scored")
-        if not context or not all(four):
+        first, *four = ids = encoder.tokens(texts)
+        if not all(ids):
             raise UserError(f"{where}: the tokenizer makes no token of one of its texts")
-        examples.append(Example(context, four, row[2], where))
-    return examples
+        for text, its in zip(texts, ids, strict=True):
+            lost += encoder.losses(text, its)[0]
+        examples.append(Example(first, four, label, where))
+    del lost["changed_documents"]
+    return examples, lost
 
 
 def _fours(values: list[T]) -> list[list[T]]:

@@ -136,8 +136,8 @@ class Vocabulary:
     def __init__(self, entries: int) -> None:
         self.entries = entries
 
-    def __len__(self) -> int:
-        return self.entries
+    def get_vocab(self) -> dict[str, int]:
+        return {"the last": self.entries - 1}
 
 
 def measure(config: PretrainConfig, vocab_size: int, steps: int = 3) -> tuple[list[Measured], flops.Peak]:

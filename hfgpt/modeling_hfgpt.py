@@ -25,7 +25,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.pytorch_utils import Conv1D
 
-from hfgpt.configuration_hfgpt import model_config
+from hfgpt.configuration_hfgpt import model_config, model_rows
 from hfgpt.errors import UserError
 
 # transformers renamed the cache argument and output from `past_key_values` to `cache`; we follow what is installed.
@@ -332,13 +332,13 @@ class GPT2LMHeadModel(PreTrainedModel, GenerationMixin):
 def new_model(
     size: str | dict[str, Any], tokenizer: PreTrainedTokenizerBase, seed: int, weights: dict[str, Tensor] | None = None
 ) -> GPT2LMHeadModel:
-    """A model by name or GPT2Config fields, with a row for each entry of the tokenizer.
+    """A model by name or GPT2Config fields, with the rows that the tokenizer needs.
 
     Its weights are random by `seed`, or those given by parameter name.
     """
     torch.manual_seed(seed)
     ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    model = GPT2LMHeadModel(model_config(size, vocab_size=len(tokenizer), **ids))
+    model = GPT2LMHeadModel(model_config(size, vocab_size=model_rows(tokenizer), **ids))
     if model.generation_config.pad_token_id is None:  # a batch of prompts needs one; GPT-2 names none
         model.generation_config.pad_token_id = tokenizer.eos_token_id
     if weights and model.device.type != "meta":  # where it is a shape alone

@@ -19,17 +19,18 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from hfgpt.configuration_hfgpt import model_rows
 from hfgpt.data import documents_of
+from hfgpt.data.encoding import Document, Encoder, make_repeatable
 from hfgpt.data.remote import model_files
 from hfgpt.data.sources import open_source
-from hfgpt.data.tokenization import Encoder, token_byte_lengths
 from hfgpt.device import choose_compile, device_name, start_accelerator
 from hfgpt.distributed import HostGroup, take_sharding
 from hfgpt.errors import UserError
 from hfgpt.evaluation import UNSCORED, figures, summed_nll, windows
 from hfgpt.generation import load_checkpoint
 from hfgpt.hellaswag import hellaswag
-from hfgpt.modeling_hfgpt import HEAD_CHUNK_SIZE
+from hfgpt.modeling_hfgpt import HEAD_CHUNK_SIZE, document_attention
 from hfgpt.training_state import STATE, read_state
 
 LONGEST_DEFAULT = 1024  # tokens of a window, for a model of more positions, unless stated
@@ -91,13 +92,17 @@ def load_any(checkpoint: str, device: torch.device) -> tuple[Any, Any, Path]:
     options = {"local_files_only": True, "trust_remote_code": False}
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, **options)
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, use_safetensors=True, **options)
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, use_safetensors=True, **options)
     except Exception as error:  # each broken file raises its own type
         reason = " ".join(str(error).split())
         raise UserError(f"{where}: cannot be read ({reason}); give a causal language model's folder") from error
     if not tokenizer.is_fast:
         raise UserError(f"{where}: has no tokenizer.json; save its tokenizer in that form")
-    return model.to(device).eval(), tokenizer, folder
+    rows, needed = len(model.get_input_embeddings().weight), model_rows(tokenizer)
+    if needed > rows:
+        sizes = f"the tokenizer has {needed:,} entries and the model {rows:,} rows"
+        raise UserError(f"{where}: {sizes}; use the tokenizer that the model was trained with")
+    return model.to(device).eval(), make_repeatable(tokenizer), folder
 
 
 def evaluate_checkpoint(
@@ -148,8 +153,7 @@ def score_text(
     trained = _trained_with(subject.folder)
     usual = trained.get("sequence_length") or min(subject.positions or LONGEST_DEFAULT, LONGEST_DEFAULT)
     length = sequence_length or usual
-    if by_document is None and trained.get("document_masking"):
-        by_document = True
+    masked = by_document is None and bool(trained.get("document_masking"))
     wrong = {
         f"sequence_length={length}: is above the model's {subject.positions} positions; shorten it": subject.positions
         and length > subject.positions,
@@ -158,7 +162,7 @@ def score_text(
     }
     if any(wrong.values()):
         raise UserError(*(problem for problem, is_so in wrong.items() if is_so))
-    text = host.from_main(partial(read_text, subject.tokenizer, source, eval_tokens, by_document))
+    text = host.from_main(partial(read_text, subject.tokenizer, source, eval_tokens, by_document, bool(trained)))
     parts = windows(text.lengths, length, stride)
     own = hasattr(model, "head_chunk_size")
     scored: Any = model if own else SummedLoss(model)
@@ -167,13 +171,17 @@ def score_text(
     elif own:
         model.head_chunk_size = HEAD_CHUNK_SIZE
     width = int((parts[:, 2] - parts[:, 0]).max())  # no longer than the longest run
-    nll = summed_nll(scored, text.tokens, parts, accelerator=accelerator, sequence_length=width, batch_size=batch_size)
+    options: dict[str, Any] = {"sequence_length": width, "batch_size": batch_size}
+    if masked:
+        options["attention"] = partial(document_attention, separator_id=subject.tokenizer.eos_token_id)
+    nll = summed_nll(scored, text.tokens, parts, accelerator=accelerator, **options)
     rows, entries = model.config.vocab_size, len(subject.tokenizer)
     padded = f", and {rows - entries:,} rows without a token, which take part" if rows > entries else ""
     counted = int((parts[:, 2] - parts[:, 1]).sum())
     return {
         **figures(nll or 0.0, counted, text.scored_bytes),
         **text.facts,
+        **({"joined": f"{text.facts['joined']}, each seeing itself alone"} if masked else {}),
         "scored_tokens": counted,
         "scored_bytes": text.scored_bytes,
         "sequence_length": length,
@@ -199,61 +207,63 @@ def _trained_with(folder: Path) -> dict[str, Any]:
     return read_state(folder, "trainer_state")["config"] if (folder / STATE).is_dir() else {}
 
 
-def read_text(tokenizer: Any, source: dict[str, Any], eval_tokens: int | None, by_document: bool | None) -> Text:
+def read_text(
+    tokenizer: Any, source: dict[str, Any], eval_tokens: int | None, by_document: bool | None, as_trained: bool = False
+) -> Text:
     """The documents of `open_source(**source)` as tokens, each with the start token before it, up to `eval_tokens` to
     score.
 
     The start token is the tokenizer's bos, else its eos. Without either, the first token of all has nothing before it,
     and is not scored. Where the two are one, as in GPT-2, documents follow each other as in training, and the start
     token is scored where another document is before it. Else, or with `by_document`, each document is on its own.
+    `as_trained`: for a model of ours, whose documents followed each other, whatever its bos.
     """
     encoder, opened, skipped = Encoder(tokenizer), open_source(**source), Counter[str]()
     bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
-    start = eos if bos is None else bos
-    encoder.separator_id = 0 if start is None else start  # else it would add line ends to the text
-    newline = encoder.encode(["\n"])[0][1:] if start is None else np.zeros(0, np.int32)
-    alone = (bos is not None and bos != eos) if by_document is None else by_document
-    pieces: list[np.ndarray] = []
-    text_bytes, targets, ended = 0, 0, True
-    for document in documents_of(opened, opened.units, skipped):
-        [ids] = encoder.encode([document])
-        if start is None:
-            ids = np.concatenate([newline[: 0 if ended or alone else None], ids[1:]])
-        ended = document.endswith("\n")
-        text_bytes += len(document.encode())
-        targets += len(ids) - (alone or not pieces)
-        pieces.append(ids)
-        if eval_tokens is not None and targets >= eval_tokens:
-            pieces[-1] = ids[: len(ids) - (targets - eval_tokens)]
+    own_start = bos is not None and not as_trained
+    start = encoder.separator_id = bos if own_start else eos
+    alone = (own_start and bos != eos) if by_document is None else by_document
+    if alone or start is not None:
+        encoder.newline_id = None  # nothing to be joined by it
+    read: list[Document] = []
+    targets, count, lost = 0, 0, Counter[str]()
+    for text in documents_of(opened, opened.units, skipped):
+        [document] = encoder.documents([text])
+        lost, count = lost + document.lost, count + 1
+        if not len(document.ids):
+            continue  # of which the tokenizer represents nothing
+        read.append(document)
+        targets += len(document.ids) - alone
+        if eval_tokens is not None and targets - document.joints - (not alone) >= eval_tokens:
             break
-    tokens = np.concatenate([np.zeros(0, np.int32), *pieces])
-    lengths = [len(piece) for piece in pieces] if alone else [len(tokens)]
-    scored = np.delete(tokens, np.cumsum([0, *lengths[:-1]])) if len(tokens) else tokens
-    if not len(scored):
+    lengths = [len(document.ids) for document in read] if alone else [len(encoder.joined(read))]
+    tokens = encoder.joined(read)
+    if eval_tokens is not None and (over := len(tokens) - len(lengths) - eval_tokens) > 0:
+        tokens, lengths[-1] = tokens[:-over], lengths[-1] - over
+    is_scored = np.delete(np.arange(len(tokens)), np.cumsum([0, *lengths[:-1]])) if len(tokens) else tokens
+    if not len(is_scored):
         raise UserError(f"dataset={source['dataset']}: no token to score; give more text")
-    byte_lengths = token_byte_lengths(tokenizer)
-    scored_bytes = None if byte_lengths is None else int(byte_lengths[scored].sum())
-    is_whole = len(scored) == targets and start is not None
-    if scored_bytes is None and is_whole:
-        scored_bytes = text_bytes
+    token_bytes = encoder.byte_lengths(read)
     commit = opened.fingerprint.get("commit")
     on_hub = {f"dataset_{key}": source.get(key) for key in ("name", "split")} | {"dataset_revision": commit}
     facts = {
         "dataset": source["dataset"],
         **(on_hub if commit else {}),
         "text": opened.description,
-        "documents": len(pieces),
+        "documents": count,
         "left_out": dict(skipped),
+        **({"not_represented": dict(lost)} if lost else {}),
+        **({"bits_per_byte_is_null": why} if (why := encoder.why_no_bytes(read)) else {}),
         "joined": "each document on its own" if alone else "documents one after another, as in training",
-        "start_token": _told_start(tokenizer, start, alone),
+        "start_token": _told_start(tokenizer, start, alone, encoder),
     }
-    return Text(tokens, lengths, scored_bytes, facts)
+    return Text(tokens, lengths, None if token_bytes is None else int(token_bytes[is_scored].sum()), facts)
 
 
-def _told_start(tokenizer: Any, start: int | None, alone: bool) -> str:
+def _told_start(tokenizer: Any, start: int | None, alone: bool, encoder: Encoder) -> str:
     if start is None:
         if alone:
             return "none; the first token of each document is not scored"
-        return "none; the first token of the text is not scored; a line end between documents that have none, scored"
+        return f"none; the first token of the text is not scored; {encoder.rule()}"
     scored = "never scored" if alone else "scored except the first"
     return f"{tokenizer.convert_ids_to_tokens(start)} ({start}) before each document; {scored}"

@@ -304,13 +304,12 @@ class Pretrainer(PreparedRun):
             accelerator=self.accelerator,
             sequence_length=self.config.sequence_length,
             batch_size=batch_size,
-            token_bytes=self.data.token_bytes,
             attention=self.attention,
             stop=lambda: any(self.host.gather(self.signals.received is not None)),
         )
         fix = "state a smaller --per_device_eval_batch_size"
         with out_of_memory_named(f"in evaluation with batches of {batch_size}", fix):
-            if (metrics := of_tokens(self.data.validation)) is None:
+            if (metrics := of_tokens(self.data.validation, scored_bytes=self.data.validation_bytes)) is None:
                 return None
             if self.data.train_sample is not None:
                 if (on_training := of_tokens(self.data.train_sample)) is None:
@@ -389,7 +388,7 @@ class Pretrainer(PreparedRun):
         self._record(event="end", skipped_rows=dict(self.skipped_rows), fault=fault)
         self.ended = True
         if self.skipped_rows and self.accelerator.is_main_process:
-            print(f"rows of text left out: {told_counts(self.skipped_rows)}", flush=True)
+            print("\n".join(told_counts(self.skipped_rows)), flush=True)
         self.host.leave()
         self.accelerator.end_training()
 

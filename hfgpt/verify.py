@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import json
 import os
 import subprocess
@@ -15,6 +16,7 @@ import numpy as np
 
 from hfgpt import checkpoint
 from hfgpt.config import PretrainConfig
+from hfgpt.configuration_hfgpt import model_rows
 from hfgpt.data import prepare_again
 from hfgpt.data.tokenization import has_tokenizer
 from hfgpt.errors import UserError
@@ -25,8 +27,12 @@ from hfgpt.training_state import STATE, read_state
 TOLERANCE_16_BITS, TOLERANCE_FLOAT32 = 0.02, 1e-3
 
 # Runs in a process of its own in which this package cannot be imported. Prints one JSON object.
-CLEAN_PROCESS = """
+CLEAN_PROCESS = f"""
 import json, sys, warnings
+from typing import Any
+{inspect.getsource(model_rows)}
+"""
+CLEAN_PROCESS += """
 sys.modules["hfgpt"] = None
 import numpy as np
 import torch
@@ -62,7 +68,7 @@ found |= {
     "n_positions": config.n_positions,
     "model_max_length": tokenizer.model_max_length,
     "vocab_size": config.vocab_size,
-    "tokenizer_entries": len(tokenizer),
+    "tokenizer_rows": model_rows(tokenizer),
     "finite": all(bool(p.isfinite().all()) for p in model.parameters()),
     "ids": {
         key: [getattr(holder, key) for holder in (tokenizer, config, generation)]
@@ -163,7 +169,7 @@ def _surprises(found: dict[str, Any]) -> list[str]:
     for one, other in (
         ("n_positions", "model_max_length"),
         ("dtype", "declared_dtype"),
-        ("vocab_size", "tokenizer_entries"),
+        ("vocab_size", "tokenizer_rows"),
     ):
         if found[one] != found[other]:
             problems.append(f"{one} is {found[one]}, {other} {found[other]}")

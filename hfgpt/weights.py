@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import GPT2Config, PreTrainedTokenizerFast
 
 from hfgpt.config import AUTO, PretrainConfig
-from hfgpt.configuration_hfgpt import fields_of, model_fields
+from hfgpt.configuration_hfgpt import fields_of, model_fields, model_rows
 from hfgpt.data.remote import model_files, pinned_name
 from hfgpt.data.tokenization import has_tokenizer, load_tokenizer
 from hfgpt.distributed import HostGroup
@@ -77,12 +77,12 @@ def load_model(source: Path, where: str) -> GPT2LMHeadModel:
     return model.eval()
 
 
-def fit_vocabulary(model: GPT2LMHeadModel, entries: int, where: str) -> int:
-    """Leave the model the rows of a tokenizer of `entries`, without those it was padded with; how many these were.
+def fit_vocabulary(model: GPT2LMHeadModel, tokenizer: PreTrainedTokenizerFast, where: str) -> int:
+    """Leave the model the rows that its tokenizer needs, without those it was padded with; how many these were.
 
     Raises UserError where the numbers differ by anything but padding.
     """
-    rows = model.config.vocab_size
+    rows, entries = model.config.vocab_size, model_rows(tokenizer)
     if rows != entries and not any(rows == -(-entries // multiple) * multiple for multiple in PADDED_TO):
         raise UserError(
             f"{where}: the model has {rows:,} rows and the tokenizer {entries:,} entries; give the tokenizer that the "
@@ -150,7 +150,7 @@ def initial_weights(init_from: str, tokenizer: PreTrainedTokenizerFast, host: Ho
             own = load_tokenizer(str(files), lambda: (), source.config.n_positions)
             if own.get_vocab() != tokenizer.get_vocab():
                 logger.warning("the tokenizer is not that of %s: its ids stand for other tokens", where)
-        if dropped := fit_vocabulary(source, len(tokenizer), where):
+        if dropped := fit_vocabulary(source, tokenizer, where):
             logger.warning("%s: %d rows without an entry in the tokenizer are left out", where, dropped)
         weights.update(source.state_dict())
 

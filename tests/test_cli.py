@@ -124,8 +124,8 @@ def test_generate_prints_the_samples_of_the_library(monkeypatch, capsys, tmp_pat
     first, second = generate(*load_checkpoint(tmp_path), "abc", num_samples=2, **options)
     assert (code, out, err) == (0, f"abc{first}\n---\nabc{second}\n", "")
 
-    code, out, err = command(monkeypatch, capsys, "generate", str(tmp_path), "--prompt", "abz", "--top_k", "0")
-    assert code == 2 and out == "" and err.startswith("error: top_k 0")
+    code, out, err = command(monkeypatch, capsys, "generate", str(tmp_path), "--prompt", "abz", "--top_k", "-1")
+    assert code == 2 and out == "" and err.startswith("error: top_k -1")
     code, out, err = command(monkeypatch, capsys, "generate", str(tmp_path), "--seed", str(2**63))
     assert code == 2 and out == "" and err.startswith("error: seed 9223372036854775808") and err.count("\n") == 1
     code, out, err = command(monkeypatch, capsys, "generate", str(tmp_path), "--prompt", "abz")

@@ -178,7 +178,7 @@ def rolling(folder, full_context: bool = False) -> float:
     model, tokenizer = load_checkpoint(folder)
     ids = np.array([tokenizer.eos_token_id, *tokenizer(TEXT).input_ids])
     rest = (len(ids) - 1) % T if full_context else 0
-    settings = {"accelerator": Accelerator(cpu=True), "sequence_length": T, "batch_size": 2, "token_bytes": None}
+    settings = {"accelerator": Accelerator(cpu=True), "sequence_length": T, "batch_size": 2}
     figures = evaluate(model, ids[: len(ids) - rest], **settings)
     assert 2 * T <= figures["eval_tokens"] == len(ids) - 1 - rest
     total = -figures["eval_loss"] * figures["eval_tokens"]

@@ -38,7 +38,12 @@ def test_loss_and_bits_per_byte_equal_a_plain_loop(model, count, batch_size):
         with torch.no_grad():
             nll += F.cross_entropy(stock(window[None, :-1]).logits[0], window[1:], reduction="sum").item()
     figures = evaluate(
-        model, tokens, accelerator=Accelerator(), sequence_length=T, batch_size=batch_size, token_bytes=token_bytes
+        model,
+        tokens,
+        accelerator=Accelerator(),
+        sequence_length=T,
+        batch_size=batch_size,
+        scored_bytes=int(token_bytes[tokens[1:]].sum()),
     )
     assert figures["eval_tokens"] == count - 1
     assert figures["eval_loss"] == pytest.approx(nll / (count - 1), rel=1e-6)
@@ -49,5 +54,5 @@ def test_loss_and_bits_per_byte_equal_a_plain_loop(model, count, batch_size):
 def test_unknown_bytes_give_no_bits_per_byte(model):
     tokens = np.zeros(20, dtype=np.int32)
     options = {"accelerator": Accelerator(), "sequence_length": T, "batch_size": 1}
-    assert evaluate(model, tokens, token_bytes=None, **options)["eval_bits_per_byte"] is None
+    assert evaluate(model, tokens, **options)["eval_bits_per_byte"] is None
     assert model.training  # left as it was

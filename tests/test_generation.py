@@ -221,16 +221,17 @@ def test_the_narrowest_draw_is_greedy(letters, narrow):
 def test_wide_limits_change_nothing(letters):
     plain = text_of(tiny(), letters, "abc", seed=1)
     assert text_of(tiny(), letters, "abc", seed=1, top_k=1000, top_p=1.0) == plain
+    assert text_of(tiny(), letters, "abc", seed=1, top_k=0) == plain
 
 
 def test_wrong_values_are_refused_together_and_at_once(letters):
     with pytest.raises(UserError) as refused:
-        generate(tiny(), letters, "a", max_new_tokens=0, num_samples=-1, temperature=-0.5, top_k=0, top_p=1.5)
+        generate(tiny(), letters, "a", max_new_tokens=0, num_samples=-1, temperature=-0.5, top_k=-1, top_p=1.5)
     problems = refused.value.problems
     with pytest.raises(UserError, match="batch_size 0"):
         generate(tiny(), letters, "a", batch_size=0)
     assert [problem.split(":")[0] for problem in problems] == [
-        "max_new_tokens 0", "num_samples -1", "temperature -0.5", "top_k 0", "top_p 1.5",
+        "max_new_tokens 0", "num_samples -1", "temperature -0.5", "top_k -1", "top_p 1.5",
     ]  # fmt: skip
     for seed in (2**63, -(2**63) - 1):
         with pytest.raises(UserError, match=f"seed {seed}"):

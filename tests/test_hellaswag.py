@@ -335,3 +335,15 @@ def test_real_rows(batch_size):
     rows = [json.loads(line) for line in REAL.read_text(encoding="utf-8").splitlines()]
     found = scored(model, tokenizer, str(REAL), batch_size)
     assert found["examples"] == 100 and same(found, independent(model, tokenizer, rows))
+
+
+def test_special_tokens_in_a_text_stay_text_and_what_has_no_token_is_counted(tmp_path):
+    from kinds import KINDS
+
+    row = {"ctx": "what say you </s>", "endings": ["Item", "costs </s>", "the é", "you"], "label": 0}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    tokenizer = load_tokenizer(KINDS["unigram"](tmp_path / "tokenizer"), lambda: (), POSITIONS)
+    found = scored(new_model(len(tokenizer)), tokenizer, str(tmp_path / "rows.jsonl"))
+    assert found["not_represented"]["unknown_tokens"] > 0
+    tokenizer = load_tokenizer("bpe-300", lambda: [WORDS + " </s>"], POSITIONS)
+    assert "not_represented" not in scored(new_model(len(tokenizer)), tokenizer, str(tmp_path / "rows.jsonl"))

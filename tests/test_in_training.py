@@ -27,9 +27,7 @@ def test_both_splits_are_evaluated_where_asked(config, streaming, document_folde
     both = trained(config("both", eval_train=True, **options))
     data = both.data
     assert len(data.train_sample) == len(data.validation)
-    again = evaluate(
-        both.model, data.train_sample, accelerator=both.accelerator, sequence_length=16, batch_size=8, token_bytes=None
-    )
+    again = evaluate(both.model, data.train_sample, accelerator=both.accelerator, sequence_length=16, batch_size=8)
     told = records(both, "eval_loss")
     assert [record["step"] for record in told] == [3, 6]
     assert told[-1]["train_eval_loss"] == pytest.approx(again["eval_loss"], rel=1e-6)

@@ -20,11 +20,12 @@ from transformers import PreTrainedTokenizerFast
 
 from hfgpt.config import AUTO, PretrainConfig
 from hfgpt.configuration_hfgpt import model_fields
+from hfgpt.data.encoding import LOSSES, Document, Encoder, make_repeatable
 from hfgpt.data.permutation import permutation
 from hfgpt.data.remote import model_files
 from hfgpt.data.sources import IN_MEMORY_BYTES, Source, Unit, Unusable, local_files, open_source, text_hash
 from hfgpt.data.stream import DocumentStream, MemoryBlocks, Stream
-from hfgpt.data.tokenization import Encoder, has_tokenizer, load_tokenizer, token_byte_lengths
+from hfgpt.data.tokenization import has_tokenizer, load_tokenizer
 from hfgpt.errors import UserError
 
 CHARACTER_SCAN_BYTES = 256 * 2**20
@@ -33,16 +34,16 @@ CHARACTER_SCAN_BYTES = 256 * 2**20
 @dataclass
 class TextData:
     """Text ready to train on. `validation`, and `train_sample` of training text where asked for: one run of int32
-    tokens each. `token_bytes`: UTF-8 bytes of each id, int32
-    [vocabulary], or None where unknown. `description`: lines for the plan. `skipped`: rows passed over so far, by
-    reason; a document stream counts its own with each step.
+    tokens each. `validation_bytes`: UTF-8 bytes of the text of all validation tokens but the first, None where they
+    are not known. `description`: lines for the plan. `skipped`: rows passed over so far and what the tokenizer does
+    not represent, by reason; a document stream counts its own with each step.
     """
 
     tokenizer: PreTrainedTokenizerFast
     train: Stream
     validation: np.ndarray
     train_sample: np.ndarray | None
-    token_bytes: np.ndarray | None
+    validation_bytes: int | None
     description: list[str]
     skipped: Counter[str]
 
@@ -99,16 +100,23 @@ def prepare_data(
     if tokenizer is None:
         n_positions = model_fields(config.model).get("n_positions", 1024)
         tokenizer = load_tokenizer(_tokenizer_name(config), lambda: texts, n_positions)
-    encoder = Encoder(tokenizer)
+    encoder = Encoder(make_repeatable(tokenizer))
     if config.document_masking and encoder.separator_id is None:
         raise UserError(f"document_masking: tokenizer={config.tokenizer} puts no end-of-text between documents")
+    if encoder.separator_is_text:
+        raise UserError(
+            f"tokenizer={config.tokenizer}: its end-of-text (eos) is {tokenizer.eos_token!r}, a character of ordinary "
+            "text, which would end documents; give it an eos_token of its own"
+        )
     fingerprint = {f"dataset.{key}": value for key, value in source.fingerprint.items()}
     shape = {"seed": seed, "sequence_length": config.sequence_length, "blocks_per_step": blocks_per_step}
     fingerprint |= {"tokenizer": encoder.fingerprint, "held_out": rule, **shape}
     fingerprint["held_out.hash"] = xxhash.xxh3_64_hexdigest(np.array(sorted(held_out), "<u8").tobytes())
     train: Stream
     if in_memory:
-        run = _encode(encoder, kept)
+        documents_in = _encode(encoder, kept)
+        skipped += _losses(documents_in)
+        run = encoder.joined(documents_in)
         if skipped["in_validation"] and len(run) <= config.sequence_length:
             raise UserError(
                 f"dataset: {len(run):,} training tokens are left, fewer than one block: {skipped['in_validation']:,} "
@@ -120,7 +128,9 @@ def prepare_data(
     else:
         train = DocumentStream(training, encoder, **shape, fingerprint={**fingerprint, "stream": "documents"})
         how = f"document stream: {len(source.units):,} units over {train.streams} streams"
-    validation_run = _encode(encoder, validation)[:enough]
+    evaluated = _first(_encode(encoder, validation), enough)
+    skipped += Counter({f"eval_{reason}": count for reason, count in _losses(evaluated).items()})
+    validation_run, validation_bytes = encoder.joined(evaluated)[:enough], encoder.byte_lengths(evaluated)
     if len(validation_run) < 2:
         key = "dataset" if config.eval_dataset is None else "eval_dataset"
         raise UserError(f"{key}: fewer than two tokens to evaluate on ({origin}); give an eval_dataset with more text")
@@ -134,13 +144,16 @@ def prepare_data(
         train=train,
         validation=validation_run,
         train_sample=train_sample,
-        token_bytes=token_byte_lengths(tokenizer),
+        validation_bytes=None if validation_bytes is None else int(validation_bytes[1 : len(validation_run)].sum()),
         description=[
             source.description,
-            f"tokenizer: {named}, {len(tokenizer):,} entries",
+            f"tokenizer: {named}, {len(tokenizer):,} entries"
+            + (f" with ids up to {encoder.rows - 1:,}" if encoder.rows > len(tokenizer) else ""),
+            f"documents: {encoder.rule()}",
             f"training: {how}",
             f"validation: {len(validation_run):,} tokens of {len(validation):,} documents, {origin}",
-            *([f"left out so far: {told_counts(skipped)}"] if skipped else []),
+            *([f"bits per byte: null, as {why}"] if (why := encoder.why_no_bytes(evaluated)) else []),
+            *(f"so far, {line}" for line in told_counts(skipped)),
         ],
         skipped=skipped,
     )
@@ -182,9 +195,12 @@ def prepare_again(
         return prepare_data(config, blocks_per_step, tokenizer)
 
 
-def told_counts(skipped: Counter[str]) -> str:
-    """Rows passed over, in words."""
-    return ", ".join(f"{count:,} {reason}" for reason, count in sorted(skipped.items()))
+def told_counts(skipped: Counter[str]) -> list[str]:
+    """Rows passed over, and what the tokenizer does not represent, each a line if there are any."""
+    kinds: dict[str, list[str]] = {"rows of text left out": [], "text that the tokenizer does not represent": []}
+    for reason, count in sorted(skipped.items()):
+        kinds[[*kinds][reason.removeprefix("eval_") in LOSSES]].append(f"{count:,} {reason}")
+    return [f"{kind}: {', '.join(counts)}" for kind, counts in kinds.items() if counts]
 
 
 def _tokenizer_name(config: PretrainConfig) -> str:
@@ -270,11 +286,20 @@ def _hold_out(source: Source, skipped: Counter[str]) -> tuple[list[Unit], list[s
     raise UserError(f"dataset={source.description}: holds no usable document{passed_over}")
 
 
-def _encode(encoder: Encoder, texts: list[str]) -> np.ndarray:
-    """The ids of all texts as one run."""
+def _encode(encoder: Encoder, texts: list[str]) -> list[Document]:
     groups = [texts[start : start + 64] for start in range(0, len(texts), 64)]
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # encoding releases the interpreter lock
-        pieces = list(chain.from_iterable(pool.map(encoder.encode, groups)))
-    if encoder.separator_id is None and texts and not texts[-1].endswith("\n"):
-        pieces[-1] = pieces[-1][:-1]  # the newline between documents, which ends no document here
-    return np.concatenate([np.zeros(0, np.int32), *pieces])
+        return list(chain.from_iterable(pool.map(encoder.documents, groups)))
+
+
+def _first(documents: list[Document], count: int | None) -> list[Document]:
+    """Those with the first `count` ids of all, None: all."""
+    if count is None:
+        return documents
+    ends = np.cumsum([len(document.ids) for document in documents])
+    enough = ends - [document.joints for document in documents] >= count
+    return documents[: int(enough.argmax()) + 1] if enough.any() else documents
+
+
+def _losses(documents: list[Document]) -> Counter[str]:
+    return sum((document.lost for document in documents if document.lost), Counter[str]())

@@ -25,10 +25,10 @@ import torch.utils.data
 import xxhash
 from numpy.lib.stride_tricks import sliding_window_view
 
+from hfgpt.data.encoding import Encoder
 from hfgpt.data.permutation import hash_of, hashes, permutation
 from hfgpt.data.remote import take_events
 from hfgpt.data.sources import IN_MEMORY_BYTES, Source, Unit, Unusable
-from hfgpt.data.tokenization import Encoder
 from hfgpt.errors import RunError, UserError
 from hfgpt.launched import at_parents_end
 from hfgpt.signals import stop_signals
@@ -106,7 +106,9 @@ class MemoryBlocks:
 
 
 class _Document(NamedTuple):
-    """Tokens of one document, its [epoch, part, row], its (epoch, unit, row), and the rows passed over before it."""
+    """Tokens of one document, its [epoch, part, row], its (epoch, unit, row), and the rows passed over before it, with
+    what the tokenizer does not represent of it.
+    """
 
     place: list[int]
     origin: tuple[int, int, int]
@@ -171,7 +173,8 @@ class DocumentStream:
 
     def documents(self, stream: int, cursor: list[int]) -> Iterator[_Document]:
         """The documents of one logical stream, endless, from the one at `cursor` on."""
-        epoch, first_part, first_row, _ = cursor
+        epoch, first_part, first_row, token = cursor
+        resumed = first_part + first_row + token > 0  # within an epoch
         found, skipped, empty_epochs = first_part + first_row > 0, Counter[str](), 0
         chunk: list[tuple[int, int, str, Counter[str] | None]] = []  # encoded together, which is faster
         while True:
@@ -187,10 +190,13 @@ class DocumentStream:
                         skipped[text.reason] += 1
                     else:
                         chunk.append((row, int(order[row]), text, skipped if skipped else None))
-                        found, skipped = True, Counter() if skipped else skipped
+                        skipped = Counter() if skipped else skipped
                     if len(chunk) == ENCODED_TOGETHER or (chunk and row == len(order) - 1):
-                        encoded = self.encoder.encode([text for _, _, text, _ in chunk])
-                        for (at, origin, _, before), ids in zip(chunk, encoded, strict=True):
+                        encoded = self.encoder.documents([text for _, _, text, _ in chunk])
+                        for (at, origin, _, before), (ids, lost, *_) in zip(chunk, encoded, strict=True):
+                            found |= len(ids) > 0
+                            if lost and not (resumed and [epoch, part, at] == cursor[:3]):  # was counted then
+                                before = lost + (before or Counter())
                             yield _Document([epoch, part, at], (epoch, int(unit), origin), ids, before)
                         chunk = []
                 first_row = 0

@@ -1,4 +1,4 @@
-"""Tokenizers: load or train one, encode documents so that their text never makes a special token."""
+"""Tokenizers: load or train one, and save it for others."""
 
 from __future__ import annotations
 
@@ -10,12 +10,10 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import xxhash
 from tokenizers import ByteLevelBPETokenizer, Tokenizer, decoders, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from hfgpt.data.fast_encoding import LONGEST_TEXT, fast_encoding
+from hfgpt.data.encoding import make_repeatable
 from hfgpt.data.remote import quiet_hub
 from hfgpt.errors import UserError
 
@@ -60,14 +58,15 @@ def load_tokenizer(name: str, texts: Callable[[], Iterable[str]], model_max_leng
     try:
         with quiet_hub():
             tokenizer = AutoTokenizer.from_pretrained(name, **options)
-        assert tokenizer.is_fast, "it has no tokenizer.json"
+        if not tokenizer.is_fast:
+            raise TypeError("it is a slow one, without a tokenizer.json; save it in that form")
     except Exception as error:  # each broken or missing tokenizer fails in its own way
         reason = str(error).strip().split("\n")[0]
         raise UserError(
             f"tokenizer={name}: not char, not bpe-N, and no tokenizer could be loaded from a folder or Hub "
             f"repository of that name ({reason}); give one of these three"
         ) from error
-    return tokenizer
+    return make_repeatable(tokenizer)
 
 
 def _first_characters(texts: Iterable[str], limit: int) -> Iterable[str]:
@@ -97,82 +96,3 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: str | os.PathLike
         config.pop(transient, None)
     config["tokenizer_class"] = "PreTrainedTokenizerFast"
     path.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def _specification(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
-    return json.loads(tokenizer.backend_tokenizer.to_str())
-
-
-def _characters(specification: dict[str, Any]) -> dict[str, int] | None:
-    """The id of each character, or None if the tokenizer is not one of single characters."""
-    model = specification["model"]
-    if model["type"] != "BPE" or specification["pre_tokenizer"] is not None:
-        return None
-    return model["vocab"] if all(len(token) == 1 for token in model["vocab"]) else None
-
-
-class Encoder:
-    """Turns documents into ids, the separator in front of each; special tokens inside text stay text.
-
-    `separator_id` is the tokenizer's end-of-text id, or None (character level): then a document that does not end
-    in a newline gets one. `fingerprint` names vocabulary and rules. Pickles, and encodes in threads and forks.
-    """
-
-    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
-        specification = _specification(tokenizer)
-        rules = {key: specification[key] for key in ("added_tokens", "normalizer", "pre_tokenizer", "model")}
-        self.fingerprint = xxhash.xxh3_64_hexdigest(json.dumps(rules, sort_keys=True).encode())
-        self.separator_id: int | None = tokenizer.eos_token_id
-        self._tokenizer = tokenizer
-        self._characters = _characters(specification)
-        # A copy of our own, because transformers resets the flag on its own.
-        self._backend = Tokenizer.from_str(json.dumps({**specification, "truncation": None, "padding": None}))
-        self._backend.encode_special_tokens = True
-        self._fast = fast_encoding(self._backend) if self._characters is None else None
-
-    def __reduce__(self) -> Any:
-        return Encoder, (self._tokenizer,)  # a copy in a worker: the backend would forget its flag
-
-    def encode(self, texts: list[str]) -> list[np.ndarray]:
-        """One int32 array of ids for each document. Raises `UserError` for an unknown character."""
-        first = [] if self.separator_id is None else [self.separator_id]
-        if not first:
-            texts = [text if text.endswith("\n") else text + "\n" for text in texts]
-        if self._fast is not None and all(len(text) < LONGEST_TEXT for text in texts):
-            return [np.array(first + self._fast.encode_ordinary(text), np.int32) for text in texts]
-        if self._characters is None:
-            encodings = self._backend.encode_batch_fast(texts, add_special_tokens=False)
-            return [np.array(first + encoding.ids, np.int32) for encoding in encodings]
-        try:
-            return [np.array(first + [self._characters[c] for c in text], np.int32) for text in texts]
-        except KeyError as error:
-            [character] = error.args
-            raise UserError(
-                f"tokenizer: the character {character!r} (U+{ord(character):04X}) is not in the character "
-                f"vocabulary of {len(self._characters)} symbols, and unknown characters are never dropped; "
-                "take it out of the text or train with a bpe-N tokenizer"
-            ) from None
-
-
-def unknown_characters(tokenizer: PreTrainedTokenizerFast, text: str) -> list[str]:
-    """Characters of `text` that a character tokenizer has no id for, sorted; empty for other tokenizers."""
-    vocabulary = _characters(_specification(tokenizer))
-    return [] if vocabulary is None else sorted(set(text) - vocabulary.keys())
-
-
-def token_byte_lengths(tokenizer: PreTrainedTokenizerFast) -> np.ndarray | None:
-    """UTF-8 bytes that each id stands for, int32 of shape [len(tokenizer)], special tokens 0; None where unknown.
-
-    Known for character tokenizers, and byte-level BPE, where each character of a token stands for one byte.
-    """
-    specification = _specification(tokenizer)
-    byte_level = (specification["decoder"] or {}).get("type") == "ByteLevel"
-    if not byte_level and _characters(specification) is None:
-        return None
-    vocabulary: dict[str, int] = tokenizer.get_vocab()
-    lengths = np.zeros(max(vocabulary.values()) + 1, np.int32)
-    for token, i in vocabulary.items():
-        lengths[i] = len(token) if byte_level else len(token.encode())
-    for i, added in tokenizer.added_tokens_decoder.items():
-        lengths[i] = 0 if added.special else len(added.content.encode())
-    return lengths

@@ -20,10 +20,10 @@ from test_stream import LAYOUTS, TOKENIZER, assert_same, document_stream, memory
 
 from hfgpt.config import PretrainConfig
 from hfgpt.data import prepare_data, sources
+from hfgpt.data.encoding import Encoder
 from hfgpt.data.remote import patiently, take_events
 from hfgpt.data.sources import Unusable, open_source
 from hfgpt.data.stream import DocumentStream, _read, iterate, side_by_side
-from hfgpt.data.tokenization import Encoder
 from hfgpt.errors import RunError, UserError
 
 

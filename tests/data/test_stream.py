@@ -19,11 +19,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from hfgpt.data.encoding import Encoder
 from hfgpt.data.permutation import permutation
 from hfgpt.data.position import resumed_position
 from hfgpt.data.sources import open_source, text_hash
 from hfgpt.data.stream import DocumentStream, MemoryBlocks, iterate, merge_positions
-from hfgpt.data.tokenization import Encoder, load_tokenizer
+from hfgpt.data.tokenization import load_tokenizer
 from hfgpt.errors import UserError
 
 ALPHABET = "0123456789 abcdefghijklmnopqrstuvwxyz\n"

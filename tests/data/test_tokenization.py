@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 from tokenizers import pre_tokenizers
 
+from hfgpt.data.encoding import Encoder
 from hfgpt.data.fast_encoding import SAMPLE, fast_encoding
 from hfgpt.data.sources import open_source
-from hfgpt.data.tokenization import Encoder, load_tokenizer, save_tokenizer, token_byte_lengths, unknown_characters
+from hfgpt.data.tokenization import load_tokenizer, save_tokenizer
 from hfgpt.errors import UserError
 
 SHARED = Path(__file__).parents[3] / "shared" / "data"
@@ -87,8 +88,8 @@ def test_unknown_character_is_named_not_dropped():
         Encoder(tokenizer).encode(["abé"])
     with pytest.raises(UserError, match=r"U\+1F415"):
         Encoder(tokenizer).encode(["\U0001f415"])
-    assert unknown_characters(tokenizer, "é?a") == ["?", "é"]
-    assert unknown_characters(bpe(), "é?a") == []
+    assert Encoder(tokenizer).unknown_characters("é?a") == ["?", "é"]
+    assert Encoder(bpe()).unknown_characters("é?a") == []
 
 
 def test_documents_do_not_run_together_without_a_separator():
@@ -101,7 +102,7 @@ def test_documents_do_not_run_together_without_a_separator():
 @pytest.mark.parametrize("make", [bpe, characters, gpt2])
 def test_token_bytes_add_up_to_the_text(make):
     tokenizer = make()
-    lengths = token_byte_lengths(tokenizer)
+    lengths = Encoder(tokenizer).lengths
     assert lengths.shape == (len(tokenizer),) and lengths.dtype == np.int32
     for text, ids in zip(AWKWARD, Encoder(tokenizer).encode([text + "\n" for text in AWKWARD]), strict=True):
         assert lengths[ids].sum() == len((text + "\n").encode())
@@ -114,7 +115,10 @@ def test_token_bytes_of_another_kind_are_unknown():
 
     backend = Tokenizer(models.WordLevel({"a": 0, "?": 1}, unk_token="?"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
-    assert token_byte_lengths(PreTrainedTokenizerFast(tokenizer_object=backend)) is None
+    encoder = Encoder(PreTrainedTokenizerFast(tokenizer_object=backend))
+    documents = encoder.documents(["a a", "a b"])
+    assert encoder.byte_lengths(documents) is None and "spaces" in encoder.why_no_bytes(documents)
+    assert [dict(document.lost) for document in documents] == [{}, {"changed_documents": 1, "unknown_tokens": 1}]
 
 
 def test_bpe_is_the_same_each_time_and_has_the_size_asked_for():
