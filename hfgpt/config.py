@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import dataclasses
 import difflib
+import glob
 import math
 import typing
 from collections.abc import Callable
@@ -184,7 +185,8 @@ class PretrainConfig:
         """The recipe's `defaults`, under `--config file.yaml`, under `--key value` of `argv` (default: sys.argv).
 
         `for_model`: further defaults where the model, or the size it starts from, is the one named. Where `init_from`
-        is stated above the recipe, the recipe's own model and tokenizer do not count.
+        is stated above the recipe, the recipe's own model and tokenizer do not count; where a local `dataset` is, its
+        choice within a Hub dataset does not.
         """
         parser = argparse.ArgumentParser(allow_abbrev=False, argument_default=argparse.SUPPRESS)
         parser.add_argument("--config", metavar="FILE.yaml", nargs="?", const="", help="settings under the same keys")
@@ -207,6 +209,10 @@ class PretrainConfig:
         stated = next((layer["init_from"] for layer in reversed(layers[1:]) if "init_from" in layer), None)
         if stated not in (None, "none", "null", "None"):  # these come with the weights, a recipe's own are for new ones
             for name in ("model", "tokenizer"):
+                layers[0].pop(name, None)
+        source = next((layer["dataset"] for layer in reversed(layers[1:]) if "dataset" in layer), None)
+        if source == "embedded" or (source and (os.path.exists(os.path.expanduser(source)) or glob.has_magic(source))):
+            for name in ("dataset_name", "dataset_split", "dataset_revision"):  # of the recipe's own Hub dataset
                 layers[0].pop(name, None)
         model = next((layer["model"] for layer in reversed(layers) if "model" in layer), None)
         with contextlib.suppress(*NOT_CONVERTIBLE):

@@ -140,13 +140,14 @@ def lines_fault(file: str, data: bytes, is_whole: bool, text_column: str | None)
     """Why a file that begins with `data` does not hold one JSON object a line, with `text_column` if it is given; None
     if it may.
     """
-    text = data.decode("utf-8", "replace").removeprefix("\ufeff").lstrip()
-    lines = [line for line in (text if is_whole else text.rpartition("\n")[0]).split("\n") if line.strip()]
+    data = data.removeprefix(codecs.BOM_UTF8).lstrip()
+    text = data.decode("utf-8", "replace")
+    lines = [line for line in (data if is_whole else data.rpartition(b"\n")[0]).split(b"\n") if line.strip()]
     columns: dict[str, None] = {}
     objects = 0
     for line in lines:
         try:
-            value = json.loads(line)
+            value = json.loads(line.decode())
         except (ValueError, RecursionError):
             continue
         if isinstance(value, dict):
@@ -161,7 +162,7 @@ def lines_fault(file: str, data: bytes, is_whole: bool, text_column: str | None)
             fix = f"write one object a line, for example: jq -c . {name} > lines-{Path(name).stem}.jsonl"
             return BadFile(f"dataset: {file} holds a JSON object over several lines, not one a line; {fix}")
         if lines and not objects:
-            shown = ascii(lines[0][:40])
+            shown = ascii(lines[0][:40].decode("utf-8", "replace"))
             fix = "give one JSON object a line, in UTF-8"
             return BadFile(f"dataset: {file}: none of its first {len(lines):,} lines is a JSON object ({shown}); {fix}")
     if columns and text_column is not None and text_column not in columns:

@@ -53,6 +53,8 @@ def patiently(read: Callable[[], T], what: str, patience_seconds: float) -> T:
         try:
             with deadline(left, patience_seconds), _client_retries(what):
                 return read()
+        except UserError:
+            raise
         except Exception as error:
             broken += isinstance(error, BROKEN)
             if not (isinstance(error, BROKEN) or is_passing(error)) or broken == TRIES_OF_A_BROKEN_FILE:
@@ -89,12 +91,15 @@ def deadline(seconds: float, patience_seconds: float | None = None) -> Iterator[
         raise TimeoutError(f"it took more than {patience_seconds or seconds:g} s")
 
     before = signal.signal(signal.SIGALRM, wake)
-    signal.setitimer(signal.ITIMER_REAL, max(seconds, 0.001) if patience_seconds or seconds else 0)
+    began = time.monotonic()
+    outer, _ = signal.setitimer(signal.ITIMER_REAL, max(seconds, 0.001) if patience_seconds or seconds else 0)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+        if outer:  # a deadline around this one
+            signal.setitimer(signal.ITIMER_REAL, max(outer - (time.monotonic() - began), 0.001))
 
 
 @contextlib.contextmanager
@@ -177,7 +182,7 @@ def contact_fault() -> str | None:
                 return None  # it was there, and failed: that is for the patience of the request itself
             if "gaierror" in kinds and "Name or service not known" in reason:
                 break
-    return f"the Hub at {constants.ENDPOINT} cannot be reached ({reason})"
+    return f"the Hub at {constants.ENDPOINT} cannot be reached"
 
 
 def check_hub(given: str, repository: str) -> None:
@@ -206,11 +211,20 @@ def hub_files(
 
     asked = {"dataset": dataset, "dataset_name": name, "dataset_revision": revision}
     given = ", ".join(f"{key}={value}" for key, value in asked.items() if value)
-    if fault := contact_fault():
-        hint = "check the name or the connection, or use what is cached with HF_HUB_OFFLINE=1"
-        raise UserError(f"{given}: no such local file or folder, and {fault}; {hint}")
+    asked_before = False
 
     def resolve() -> tuple[Any, str]:
+        nonlocal asked_before
+        try:
+            return look_up()
+        except Exception as error:
+            if not asked_before and is_passing(error) and (fault := contact_fault()):
+                hint = "check the name or the connection, or use what is cached with HF_HUB_OFFLINE=1"
+                raise UserError(f"{given}: no local file, and {fault}: {first_line(error)}; {hint}") from error
+            asked_before = True
+            raise
+
+    def look_up() -> tuple[Any, str]:
         if HF_HUB_OFFLINE:
             folder = snapshot_download(dataset, repo_type="dataset", revision=revision, local_files_only=True)
             return load_dataset_builder(folder, name).config.data_files or {}, Path(folder).name
@@ -219,6 +233,8 @@ def hub_files(
 
     try:
         splits, commit = patiently(resolve, given, patience_seconds)
+    except UserError:
+        raise
     except RunError as error:
         raise UserError(f"{given}: no local file, and the Hub cannot be reached: {error}") from error
     except Exception as error:  # not found, not allowed, unknown configuration: each of its own type
