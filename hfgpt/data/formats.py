@@ -164,7 +164,8 @@ def lines_fault(file: str, data: bytes, is_whole: bool, text_column: str | None)
         if lines and not objects:
             shown = ascii(lines[0][:40].decode("utf-8", "replace"))
             fix = "give one JSON object a line, in UTF-8"
-            return BadFile(f"dataset: {file}: none of its first {len(lines):,} lines is a JSON object ({shown}); {fix}")
+            which = f"none of its first {len(lines):,} lines is" if len(lines) > 1 else "its line is not"
+            return BadFile(f"dataset: {file}: {which} a JSON object ({shown}); {fix}")
     if columns and text_column is not None and text_column not in columns:
         return no_column(file, text_column, list(columns))
     return None

@@ -43,6 +43,8 @@ READ_AHEAD_BYTES = 4 * 2**20
 GZIP_SPAN_BYTES = 32 * 2**20
 START_PATIENCE_SECONDS = 120.0
 TEXT_DOCUMENT_BYTES = 64 * 2**10
+# A stream of text files is cut into about so many pieces, of at least and at most these sizes.
+PIECES, SMALLEST_PIECE = 1024, 2**10
 SAMPLE_BYTES = 2**20
 SAMPLES = 64
 MOST_NAMED_FILES = 32
@@ -82,8 +84,9 @@ class Unit(NamedTuple):
 class Source:
     """Text as units of rows. Pickles; reading needs no state.
 
-    `exclude`: `text_hash` of documents to pass over. `skipped_files`: those left out when it was opened. `in_pieces`:
-    whether a document of a text file ends after 128 Ki characters, although its line goes on.
+    `exclude`: `text_hash` of documents to pass over. `skipped_files`: those left out when it was opened.
+    `piece_characters`: where a document of a text file ends at a line end after so many, or after twice as many in the
+    midst of a line; 0: at a line end after 64 Ki, of a large file alone.
     """
 
     units: list[Unit]
@@ -96,19 +99,18 @@ class Source:
     patience_seconds: float = 900.0
     skip_bad_files: bool = False
     skipped_files: int = 0
-    in_pieces: bool = False
+    piece_characters: int = 0
 
     def cut_in_pieces(self) -> Source:
-        """The same text for a stream: text files that are one document, and lines without end, in ones of 64 to 128 Ki
-        characters.
-        """
+        """The same text for a stream, which needs many documents: text files, and lines without end, in pieces."""
         units, text = [], [unit for unit in self.units if file_kind(unit.file) == "text"]
-        if not any(unit.size_bytes > TEXT_DOCUMENT_BYTES for unit in text):
+        size = min(max(sum(unit.size_bytes for unit in text) // PIECES, SMALLEST_PIECE), TEXT_DOCUMENT_BYTES)
+        if not any(unit.size_bytes > size for unit in text):
             return self
         for unit in self.units:
             units += _spans(unit.file, unit.size_bytes) if unit.one_document else [unit]
-        fingerprint = {**self.fingerprint, "text_pieces": TEXT_DOCUMENT_BYTES}
-        return dataclasses.replace(self, units=units, fingerprint=fingerprint, in_pieces=True)
+        fingerprint = {**self.fingerprint, "text_pieces": size}
+        return dataclasses.replace(self, units=units, fingerprint=fingerprint, piece_characters=size)
 
     def read(self, unit: Unit) -> list[str | Unusable]:
         """All rows of `unit` in file order.
@@ -136,9 +138,10 @@ class Source:
         elif kind == "lines":
             values = [line for line in _read_lines(unit).split(b"\n") if line.strip()]
         else:
-            text = _read_lines(unit, TEXT_DOCUMENT_BYTES if self.in_pieces else None).decode().replace("\r\n", "\n")
-            rest_of_line = rf"[^\n]{{0,{TEXT_DOCUMENT_BYTES}}}" if self.in_pieces else r"[^\n]*"
-            piece = rf"(?s:.{{1,{TEXT_DOCUMENT_BYTES}}}){rest_of_line}\n?"
+            text = _read_lines(unit, self.piece_characters or None).decode().replace("\r\n", "\n")
+            size = self.piece_characters
+            rest_of_line = rf"[^\n]{{0,{size}}}" if size else r"[^\n]*"
+            piece = rf"(?s:.{{1,{size or TEXT_DOCUMENT_BYTES}}}){rest_of_line}\n?"
             values = [text] if unit.one_document else re.findall(piece, text)
         values = values[: unit.rows]
         cuts = [*[None] * (len(values) - 1), unit.cut]
@@ -322,6 +325,10 @@ def _file_units(file: str, text_column: str) -> tuple[list[Unit], int]:
         raw = handle.read(64 if kind == "parquet" else HEAD_BYTES)
         size = handle.seek(0, os.SEEK_END)
         head = check_head(file, raw, size)
+        if kind == "text" and raw is head:
+            handle.seek(max(0, size - 64))
+            if b"\0" in handle.read(64):
+                raise BadFile(f"dataset: {file} ends in zero bytes, as broken files do; fetch it again or cut them off")
         length = size
         if file.lower().endswith(".gz"):
             handle.seek(max(0, size - 4))

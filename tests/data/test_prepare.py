@@ -213,7 +213,7 @@ def test_text_files_are_streamed_in_pieces(tmp_path, monkeypatch, files, name):
     next(iterate(data.train, None))
     pieces = [data.tokenizer.decode(document.ids) for document in epoch(data)]
     held_out = data.tokenizer.decode(data.validation)
-    assert len(pieces) > len(whole) / 5000
+    assert len(pieces) > len(whole) / 4500
     assert sum(len(piece.rstrip("\n")) for piece in pieces) > 0.89 * len(whole)
     found, expected = Counter("".join(pieces) + held_out), Counter(whole)
     assert held_out[-50:] == whole[-50:] and found.keys() == expected.keys()
@@ -421,3 +421,51 @@ def test_missing_local_text_column_is_refused_before_anything_is_written(tmp_pat
     with pytest.raises(UserError, match=r"text_column=body: not in .*; its columns are text"):
         prepare(tmp_path / "a.jsonl", text_column="body")
     assert sorted(Path(tmp_path).rglob("*")) == before
+
+
+@pytest.mark.parametrize("end", ["\n", " ", "é ", "\r"])
+def test_a_text_without_line_ends_is_streamed_in_pieces(tmp_path, monkeypatch, end):
+    monkeypatch.setattr("hfgpt.data.sources.SPAN_BYTES", 30_000)
+    text = "".join(f"word {n}, {n * n % 97}{end}" for n in range(20_000))
+    (tmp_path / "a.txt").write_bytes(text.encode())
+    data = prepare(tmp_path / "a.txt", streaming=True, sequence_length=64)
+    pieces = [data.tokenizer.decode(document.ids) for document in epoch(data)]
+    held_out = data.tokenizer.decode(data.validation)
+    assert 100 < len(pieces) < 1100 and max(map(len, pieces)) < 3000
+    assert len(held_out) > 0.099 * len(text)
+    found, expected = Counter("".join(pieces) + held_out), Counter(text)
+    assert all(found[character] == expected[character] for character in expected if character != "\n")
+
+
+@pytest.mark.parametrize("changes", [{"dataset_name": "en"}, {"dataset_split": "test"}, {"dataset_revision": "main"}])
+def test_settings_of_a_hub_dataset_are_refused_for_a_local_one(tmp_path, changes):
+    path = write(tmp_path / "a.jsonl", texts(60))
+    [(key, value)] = changes.items()
+    for dataset in (path, tmp_path, tmp_path / "*", "embedded"):
+        with pytest.raises(UserError, match=rf"^{key}={value}: dataset=.*; leave it out"):
+            prepare(dataset, **changes)
+
+
+def test_an_evaluation_text_that_is_nowhere_is_named_at_once(tmp_path, monkeypatch):
+    import huggingface_hub
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", lambda *_, **__: pytest.fail("the Hub was asked"))
+    path = write(tmp_path / "a.jsonl", texts(60))
+    for name in ("nope", "nope.txt", "./user/nope"):
+        with pytest.raises(UserError, match=rf"^eval_dataset={name}: no such file or folder"):
+            prepare(path, eval_dataset=name)
+    (tmp_path / "eval.txt").write_text("a text without columns\n" * 9)
+    rows = "".join(json.dumps({"body": text}) + "\n" for text in texts(60))
+    path.write_text(rows)
+    assert len(
+        prepare(path, tokenizer="bpe-300", text_column="body", eval_dataset=str(tmp_path / "eval.txt")).validation
+    )
+
+
+def test_eval_tokens_are_said_where_they_leave_text_out(tmp_path):
+    path = write(tmp_path / "a.jsonl", texts(60))
+    other = write(tmp_path / "b.jsonl", texts(50))
+    for given in ({}, {"eval_dataset": str(other)}):
+        line = prepare(path, tokenizer="bpe-300", eval_tokens=50, **given).description[3]
+        assert "the first 50 tokens (eval_tokens)" in line
+        assert "(eval_tokens)" not in prepare(path, tokenizer="bpe-300", **given).description[3]
