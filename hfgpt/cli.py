@@ -157,6 +157,8 @@ def evaluate(
     if task is not None:
         stated |= {"by_document": by_document, "eval_tokens": eval_tokens, "torch_compile": torch_compile or None}
         stated |= {"dataset_name": dataset_name, "dataset_revision": dataset_revision}
+        stated |= {"dataset_split": None if dataset_split == "train" else dataset_split}
+        stated |= {"text_column": None if text_column == "text" else text_column}
     if strange := [name for name, value in stated.items() if value is not None]:
         raise UserError(f"{', '.join(strange)}: {'of --task alone' if task is None else f'not for --task {task}'}")
     if record:

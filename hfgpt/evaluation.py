@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import nn
+from tqdm import tqdm  # type: ignore[import-untyped]
 
 from hfgpt.device import with_code_mended
 from hfgpt.errors import UserError
 
+T = TypeVar("T")
+
 UNSCORED = -100  # torch's mark of a target that does not count
+PROGRESS_AFTER_SECONDS = 5.0
+PROGRESS_LINE_SECONDS = 30.0  # from one to the next in a file
 
 
 def windows(lengths: Sequence[int], sequence_length: int, stride: int | None = None) -> np.ndarray:
@@ -87,7 +93,7 @@ def summed_nll(
     one = torch.ones((), device=device)
     sums = []
     try:
-        for start in range(0, len(mine), batch_size):
+        for start in shown(range(0, len(mine), batch_size), accelerator.is_main_process):
             if stop():
                 return None
             blocks = scored_blocks(tokens, mine[start : start + batch_size], sequence_length)
@@ -100,6 +106,13 @@ def summed_nll(
         model.train(was_training)
     # In float64, on the CPU as not every device has it.
     return sum(gather_object([torch.stack(sums).cpu().double().sum().item()]))
+
+
+def shown(work: Iterable[T], is_main: bool, unit: str = "batch") -> Iterable[T]:
+    """`work`, with a progress bar on stderr of the main process once it has taken longer than 5 seconds."""
+    interval = 0.5 if sys.stderr.isatty() else PROGRESS_LINE_SECONDS
+    options: dict[str, Any] = {"delay": PROGRESS_AFTER_SECONDS, "mininterval": interval, "leave": False}
+    return tqdm(work, "evaluation", unit=unit, disable=not is_main, **options)
 
 
 def evaluate(

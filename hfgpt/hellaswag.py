@@ -27,6 +27,7 @@ from hfgpt.data.rows import read_rows
 from hfgpt.data.sources import local_files
 from hfgpt.distributed import HostGroup
 from hfgpt.errors import RunError, UserError
+from hfgpt.evaluation import shown
 
 T = TypeVar("T")
 
@@ -208,7 +209,7 @@ def _scored(model: Any, texts: Sequence[Text], batch_size: int, passes: int, acc
     try:
         # A compiled model would be compiled again for each length.
         with torch.compiler.set_stance("force_eager"):
-            for start in range(0, passes * batch_size, batch_size):
+            for start in shown(range(0, passes * batch_size, batch_size), accelerator.is_main_process):
                 numbers = order[start : start + batch_size]
                 batch = [texts[number] for number in numbers] or [Text([0, 0], 1, False)]
                 nll = _batch_nll(model, batch, accelerator)

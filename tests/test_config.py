@@ -299,3 +299,11 @@ def test_learning_rate_moves_at_once_peaks_and_ends(shape, warmup_steps):
 def test_long_warmup_starts_at_a_part_of_the_peak():
     config = PretrainConfig(max_steps=10_000, warmup_steps=2000, learning_rate=6e-4)
     assert LearningRate(config, 10_000)(1) == pytest.approx(6e-4 / 2000)
+
+
+def test_a_recipes_choice_within_its_hub_dataset_does_not_count_for_a_local_one(tmp_path):
+    recipe = {"dataset": "user/corpus", "dataset_name": "sample", "max_steps": 1}
+    for dataset in ("embedded", str(tmp_path), f"{tmp_path}/*.txt"):
+        assert PretrainConfig.from_cli(recipe, ["--dataset", dataset]).dataset_name is None
+        assert PretrainConfig.from_cli(recipe, ["--dataset", dataset, "--dataset_name", "x"]).dataset_name == "x"
+    assert PretrainConfig.from_cli(recipe, ["--dataset", "user/mirror"]).dataset_name == "sample"

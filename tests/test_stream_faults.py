@@ -20,6 +20,7 @@ from hub_server import API, FILES, Faults, HubServer
 from running import ALONE, FORKED, TWO, Run
 
 from hfgpt.checkpoint import fault
+from hfgpt.data import remote
 from hfgpt.data.remote import patiently
 from hfgpt.errors import RunError
 
@@ -249,3 +250,54 @@ def test_a_trickle_of_bytes_is_no_reading():
     with pytest.raises(RunError, match=r"could not be read for \d s \(it took more than 1 s\)"):
         patiently(trickle, "a file", 1)
     assert time.monotonic() - began < 10
+
+
+@pytest.mark.parametrize("first_failure_seconds", [0.1, 1.4])
+def test_one_stream_timeout_bounds_all_tries_together(first_failure_seconds):
+    """A read that fails late and then hangs: each try gets what is left."""
+    limits, tries = [], []
+    real = remote.deadline
+
+    def noted(seconds, *given):
+        limits.append(seconds)
+        return real(seconds, *given)
+
+    def read():
+        tries.append(time.monotonic())
+        if len(tries) == 1:
+            time.sleep(first_failure_seconds)
+            raise ConnectionError("reset")
+        for _ in range(1000):
+            time.sleep(0.05)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(remote, "deadline", noted)
+        with pytest.raises(RunError, match=r"could not be read for \d s"):
+            patiently(read, "a file", 1.5)
+    # What a try may take, counted from the beginning, is never beyond the end.
+    ends = [begun - tries[0] + limit for begun, limit in zip(tries, limits, strict=True)]
+    assert len(tries) >= 2 and ends == pytest.approx([1.5] * len(tries), abs=0.05)
+
+
+@pytest.mark.slow
+def test_each_footer_is_fetched_once_however_many_files_there_are(tmp_path):
+    files = {f"data/{n:03}.parquet": parquet(documents(30 * n, 30)) for n in range(40)}
+    code = """
+import json, sys
+from hfgpt.data.sources import open_source
+source = open_source("user/many")
+for unit in source.units[::-1] + source.units:
+    source.read(unit)
+print(len(source.units))
+"""
+    with HubServer({"datasets/user/many": files}) as hub:
+        environment = {**os.environ, **hub.environment(tmp_path / "home")}
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=200
+        )
+        gets = [path for method, path, range_ in hub.requests if method == "GET" and range_]
+    assert done.returncode == 0, done.stderr
+    units = int(done.stdout)
+    assert units == 80
+    # The head of each file when it is opened, its footer, and each row group twice.
+    assert len(gets) <= 40 + 40 + 2 * units, len(gets)

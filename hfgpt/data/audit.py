@@ -58,7 +58,7 @@ def audit(folder: str | Path) -> dict[str, Any]:
         # Of a text in memory, which is one run of tokens, single documents are not told apart.
         "documents": seen.count if seen.source else None,
         "epochs_completed": seen.completed if seen.source else None,
-        "validation_documents": len(seen.held_out) if seen.source else None,
+        "validation_documents": data.validation_documents if seen.source else None,
         "leaked": seen.leaked if seen.source else None,
         "skipped_rows": dict(seen.skipped + data.skipped),
         "problems": problems,

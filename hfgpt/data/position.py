@@ -14,6 +14,7 @@ SETTINGS = {
     "dataset.split": "dataset_split",
     "dataset.commit": "dataset_revision, as commit",
     "dataset.text_column": "text_column",
+    "dataset.text_pieces": "characters of a piece of a txt file",
     "held_out": "eval_dataset or the rule to hold out",
     "held_out.hash": "validation text (eval_tokens, eval_dataset)",
     "blocks_per_step": "tokens_per_step, in blocks of sequence_length",

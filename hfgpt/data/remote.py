@@ -26,6 +26,9 @@ T = TypeVar("T")
 BROKEN = (EOFError, zlib.error, pa.ArrowException, UnicodeDecodeError)
 TRIES_OF_A_BROKEN_FILE = 3
 LONGEST_PAUSE_SECONDS = 60.0
+LAST_TRY_SECONDS = 30.0
+# How long a Hub that has not answered yet is waited for, before anything is asked of it.
+CONTACT_SECONDS = 5.0
 
 # What this process had to try again since `take_events` was called last.
 _events: list[dict[str, Any]] = []
@@ -40,25 +43,32 @@ def take_events() -> list[dict[str, Any]]:
 def patiently(read: Callable[[], T], what: str, patience_seconds: float) -> T:
     """What `read` returns, called again with growing pauses while the way to it fails.
 
-    A refusal (no such file, no right to it) is raised at once. Raises RunError after `patience_seconds` of failing,
-    and what a broken file raises when it has been read a few times to the same end.
+    A refusal (no such file, no right to it) is raised at once. Raises RunError once it has failed for
+    `patience_seconds`, all tries and pauses together, and what a broken file raises when it has been read a few times
+    to the same end.
     """
-    began, pause, tries, broken = time.monotonic(), 1.0, 0, 0
+    began, pause, tries, broken, is_last = time.monotonic(), 1.0, 0, 0, False
+    left = patience_seconds
     while True:
         try:
-            with deadline(patience_seconds), _client_retries(what):
+            with deadline(left, patience_seconds), _client_retries(what):
                 return read()
+        except UserError:
+            raise
         except Exception as error:
             broken += isinstance(error, BROKEN)
             if not (isinstance(error, BROKEN) or is_passing(error)) or broken == TRIES_OF_A_BROKEN_FILE:
                 raise
             tries, waited, reason = tries + 1, time.monotonic() - began, first_line(error)
-            if waited > patience_seconds:
+            left = patience_seconds - waited
+            if left <= 0 or is_last:
                 raise RunError(f"{what} could not be read for {waited:.0f} s ({reason})") from error
-            # One more try when the patience ends, however long a server asks to be left alone.
-            pause = min(max(pause, asked_pause(error)), patience_seconds - waited + 1)
+            # One more try before the patience ends, however long a server asks to be left alone.
+            pause, longest = max(pause, asked_pause(error)), left - min(left / 2, LAST_TRY_SECONDS)
+            pause, is_last = min(pause, longest), pause >= longest
             _note(what, reason, tries, waited, f"trying again in {pause:.0f} s")
             time.sleep(pause)
+            left = patience_seconds - (time.monotonic() - began)
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
 
 
@@ -68,25 +78,28 @@ def _note(what: str, reason: str, tries: int, waited_seconds: float, then: str) 
 
 
 @contextlib.contextmanager
-def deadline(seconds: float) -> Iterator[None]:
+def deadline(seconds: float, patience_seconds: float | None = None) -> Iterator[None]:
     """TimeoutError in what takes longer than `seconds`, be it a trickle of bytes that no time-out of the client ends.
 
-    Only the main thread of a process can be woken so.
+    Only the main thread of a process can be woken so. The error names the whole `patience_seconds` if they are given.
     """
     if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
         yield
         return
 
     def wake(*_: object) -> None:
-        raise TimeoutError(f"it took more than {seconds:g} s")
+        raise TimeoutError(f"it took more than {patience_seconds or seconds:g} s")
 
     before = signal.signal(signal.SIGALRM, wake)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    began = time.monotonic()
+    outer, _ = signal.setitimer(signal.ITIMER_REAL, max(seconds, 0.001) if patience_seconds or seconds else 0)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+        if outer:  # a deadline around this one
+            signal.setitimer(signal.ITIMER_REAL, max(outer - (time.monotonic() - began), 0.001))
 
 
 @contextlib.contextmanager
@@ -147,6 +160,44 @@ def asked_pause(error: BaseException) -> float:
     return 0.0
 
 
+def contact_fault() -> str | None:
+    """Why the Hub cannot be reached, found in seconds; None if it answers, whatever it says, or is not to be asked."""
+    from huggingface_hub import constants
+    from huggingface_hub.utils import get_session
+
+    if constants.HF_HUB_OFFLINE:
+        return None
+    began, reason = time.monotonic(), ""
+    while not reason or time.monotonic() - began < CONTACT_SECONDS:
+        if reason:
+            time.sleep(1)
+        try:
+            with deadline(CONTACT_SECONDS):  # looking its name up has no time-out of its own
+                get_session().head(constants.ENDPOINT, timeout=CONTACT_SECONDS)
+            return None
+        except Exception as error:  # of the HTTP client, whose package has changed
+            reason = first_line(error)
+            kinds = {base.__name__ for cause in _causes(error) for base in type(cause).__mro__}
+            if not kinds & {"ConnectError", "ConnectTimeout", "ConnectionError", "ProxyError", "TimeoutError"}:
+                return None  # it was there, and failed: that is for the patience of the request itself
+            if "gaierror" in kinds and "Name or service not known" in reason:
+                break
+    return f"the Hub at {constants.ENDPOINT} cannot be reached"
+
+
+def check_hub(given: str, repository: str) -> None:
+    """Raise UserError, which begins with `given`, where the Hub is not there and has nothing of `repository` cached."""
+    from huggingface_hub import try_to_load_from_cache
+
+    repository = repository.partition("@")[0]
+    with contextlib.suppress(Exception):  # not the form of a name there
+        cached = (try_to_load_from_cache(repository, name) for name in ("config.json", "tokenizer_config.json"))
+        if any(isinstance(path, str) for path in cached):
+            return
+    if fault := contact_fault():
+        raise UserError(f"{given}: no such local file or folder, and {fault}; check the name or the connection")
+
+
 def hub_files(
     dataset: str, name: str | None, split: str, revision: str | None, patience_seconds: float
 ) -> tuple[list[str], str]:
@@ -160,8 +211,20 @@ def hub_files(
 
     asked = {"dataset": dataset, "dataset_name": name, "dataset_revision": revision}
     given = ", ".join(f"{key}={value}" for key, value in asked.items() if value)
+    asked_before = False
 
     def resolve() -> tuple[Any, str]:
+        nonlocal asked_before
+        try:
+            return look_up()
+        except Exception as error:
+            if not asked_before and is_passing(error) and (fault := contact_fault()):
+                hint = "check the name or the connection, or use what is cached with HF_HUB_OFFLINE=1"
+                raise UserError(f"{given}: no local file, and {fault}: {first_line(error)}; {hint}") from error
+            asked_before = True
+            raise
+
+    def look_up() -> tuple[Any, str]:
         if HF_HUB_OFFLINE:
             folder = snapshot_download(dataset, repo_type="dataset", revision=revision, local_files_only=True)
             return load_dataset_builder(folder, name).config.data_files or {}, Path(folder).name
@@ -170,6 +233,8 @@ def hub_files(
 
     try:
         splits, commit = patiently(resolve, given, patience_seconds)
+    except UserError:
+        raise
     except RunError as error:
         raise UserError(f"{given}: no local file, and the Hub cannot be reached: {error}") from error
     except Exception as error:  # not found, not allowed, unknown configuration: each of its own type
@@ -194,6 +259,7 @@ def model_files(name: str, setting: str = "init_from=") -> Path:
     repository, _, revision = name.partition("@")
     wanted = ("config.json", "generation_config.json", "tokenizer*.json", "vocab.json", "merges.txt")
     weights = ("model*.safetensors", "model.safetensors.index.json")
+    check_hub(f"{setting}{name}", repository)
     try:
         with quiet_hub():
             return Path(snapshot_download(repository, revision=revision or None, allow_patterns=[*wanted, *weights]))

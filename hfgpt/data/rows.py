@@ -9,8 +9,9 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
+from hfgpt.data.formats import HEAD_BYTES, check_head, file_kind, lines_fault
 from hfgpt.data.remote import first_line
-from hfgpt.data.sources import file_kind, open_file, read_patiently
+from hfgpt.data.sources import SAMPLE_BYTES, open_file, read_patiently
 from hfgpt.errors import UserError
 
 
@@ -29,6 +30,10 @@ def read_rows(file: str, patience_seconds: float = 900.0) -> Iterator[tuple[int,
     if kind not in ("lines", "parquet"):
         raise UserError(f"dataset: {file} holds no rows; give a jsonl or parquet file")
     data = read_patiently(file, whole, patience_seconds)
+    if not file.lower().endswith(".gz"):
+        check_head(file, data[:HEAD_BYTES], len(data))
+    if kind == "lines" and (fault := lines_fault(file, data[:SAMPLE_BYTES], len(data) <= SAMPLE_BYTES, None)):
+        raise fault
     if kind == "parquet":
         table = read_patiently(file, lambda: pq.read_table(io.BytesIO(data)), patience_seconds)
         yield from enumerate((row for batch in table.to_batches() for row in batch.to_pylist()), 1)

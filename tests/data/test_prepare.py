@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from itertools import islice
 from pathlib import Path
 
@@ -83,8 +84,11 @@ def test_validation_is_never_trained_on(tmp_path, streaming, rows_per_group):
     path = write(tmp_path / "a.parquet", texts(120), rows_per_group)
     data = prepare(path, streaming=streaming)
     validation, training = lines_of(data, data.validation), training_lines(data, 3)
-    assert validation and set(validation) | set(training) == set(texts(120))
-    assert not set(validation) & set(training)
+    border = [text for text in texts(120) if text.endswith(validation[0])][-1]
+    head = border.removesuffix(validation[0])
+    assert len(validation) > 3 and head
+    assert {border, *validation[1:]} | set(training) - {head} == set(texts(120))
+    assert not set(validation) & set(training) and border not in training and head in training
     assert lines_of(prepare(path, streaming=streaming, seed=2), data.validation) == validation
 
 
@@ -110,23 +114,118 @@ def test_last_tenth_of_a_single_document_is_held_out(tmp_path):
     assert data.tokenizer.decode(data.validation) == text[cut:]
 
 
-def test_last_documents_of_several_make_a_tenth(tmp_path):
-    documents = texts(100)
-    data = prepare(write(tmp_path / "a.jsonl", documents))
+@pytest.mark.parametrize("streaming", [True, False])
+@pytest.mark.parametrize("suffix", [".parquet", ".jsonl"])
+@pytest.mark.parametrize(
+    "lengths", [[7] * 100, [1000] * 20, [3000, *[10] * 30], [*[10] * 30, 3000], [400, *range(1, 60), 900, 5]]
+)
+def test_a_tenth_of_the_characters_is_held_out_whatever_the_sizes_of_documents(tmp_path, streaming, suffix, lengths):
+    documents = [(f"{n} " + "abc def " * length)[:length] for n, length in enumerate(lengths)]
+    path = write(tmp_path / f"a{suffix}", documents, 7)
+    if streaming and lengths[0] == 3000:  # nearly all is one document, and 8 streams need one each
+        with pytest.raises(UserError, match="too few training documents"):
+            prepare(path, streaming=streaming)
+        return
+    data = prepare(path, streaming=streaming, given_tokenizer=prepare(path).tokenizer)
+    text = "".join(documents)
+    held_out = text[int(0.9 * len(text)) :]
+    assert data.tokenizer.decode(data.validation).replace("\n", "") == held_out
+    assert sum(map(len, training_lines(data, 1))) == len(text) - len(held_out)
+    share = f"({100 * len(held_out) / len(text):.3g} % of the characters)"
+    assert share in "\n".join(data.description)
+
+
+def test_a_tenth_of_two_text_files_is_held_out(tmp_path):
+    for sizes in ((100_000, 100_000), (1000, 105_000), (105_000, 1000)):
+        for name, size in zip("ab", sizes, strict=True):
+            (tmp_path / f"{name}.txt").write_text("".join(f"{name} {n * n}\n" for n in range(size))[:size])
+        whole = (tmp_path / "a.txt").read_text() + (tmp_path / "b.txt").read_text()
+        data = prepare(tmp_path)
+        held_out = data.tokenizer.decode(data.validation)
+        assert held_out.replace("\n", "") == whole[int(0.9 * len(whole)) :].replace("\n", "")
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+def test_a_copy_of_the_document_that_is_cut_at_the_border_is_left_out(tmp_path, streaming):
+    documents = [f"{n * n % 97} is of document {n} and so is {n * 7 % 89}" for n in range(60)]
+    first = prepare(write(tmp_path / "a.jsonl", [*documents[:1], *documents]))
+    tail = lines_of(first, first.validation)[0]
+    [cut] = [text for text in documents if text.endswith(tail) and text != tail]
+    data = prepare(write(tmp_path / "a.jsonl", [cut, *documents]), streaming=streaming)
+    tail = lines_of(data, data.validation)[0]
+    assert cut.endswith(tail) and cut != tail
+    assert cut not in training_lines(data, 2) and cut.removesuffix(tail) in training_lines(data, 2)
+
+
+def test_of_a_large_stream_the_end_is_held_out_and_its_share_told(tmp_path, monkeypatch):
+    monkeypatch.setattr("hfgpt.data.IN_MEMORY_BYTES", 1000)
+    documents = texts(2000)
+    total = sum(map(len, documents))
+    for name, most, tenths in (("a.parquet", 10**9, 1), ("a.jsonl", 10**9, 1), ("b.parquet", 2000, 20_000 / total)):
+        monkeypatch.setattr("hfgpt.data.MOST_HELD_OUT", most)
+        data = prepare(write(tmp_path / name, documents, 30), streaming=True)
+        validation = lines_of(data, data.validation)
+        assert validation[1:] == documents[1 - len(validation) :]
+        assert sum(map(len, validation)) == pytest.approx(total / 10 * tenths, rel=0.03)
+        assert "% of the characters)" in "\n".join(data.description)
+
+
+@pytest.mark.parametrize(
+    ("streaming", "then"), [(False, "last tenth"), (True, "held out: unit 3 from row 45 on"), (True, None)]
+)
+def test_a_run_that_goes_on_holds_out_what_it_held_out_then(tmp_path, streaming, then):
+    documents, tokenizer = texts(200), prepare(write(tmp_path / "a.parquet", texts(200), 50)).tokenizer
+    settings = {"dataset": str(tmp_path / "a.parquet"), "tokenizer": "char", "seed": 1, "sequence_length": 16}
+    config = PretrainConfig(max_steps=1, streaming=streaming, **settings)
+    now = prepare_data(config, 8, tokenizer)
+    began = {**now.train.fingerprint, "held_out": then or now.train.fingerprint["held_out"]}
+    data = prepare_data(config, 8, tokenizer, began)
+    assert data.train.fingerprint["held_out"] == began["held_out"]
+    if then is None:
+        assert data.train.fingerprint == now.train.fingerprint and np.array_equal(data.validation, now.validation)
+        return
     validation = lines_of(data, data.validation)
     assert validation == documents[-len(validation) :]
-    total = sum(map(len, documents))
-    assert sum(map(len, validation[1:])) < total / 10 <= sum(map(len, validation))
+    if streaming:
+        assert len(validation) == 5
+    else:
+        assert sum(map(len, validation[1:])) < sum(map(len, documents)) / 10 <= sum(map(len, validation))
+    other = {**began, "dataset.hash": "of another text"}
+    assert prepare_data(config, 8, tokenizer, other).train.fingerprint == now.train.fingerprint
 
 
-def test_held_out_rows_of_a_document_stream(tmp_path):
-    documents = texts(200)
-    few = prepare(write(tmp_path / "few.parquet", documents, 50), streaming=True)
-    assert lines_of(few, few.validation) == documents[-5:]
-    many = prepare(write(tmp_path / "many.parquet", documents, 15), streaming=True)
-    assert lines_of(many, many.validation) == documents[-5:]  # the last of 14 row groups
-    tiny = prepare(write(tmp_path / "tiny.parquet", documents, 3), streaming=True)
-    assert lines_of(tiny, tiny.validation) == documents[-2:]
+@pytest.mark.parametrize(
+    ("files", "name"), [({"a": 2}, "a.txt"), ({"a": 1, "b": 1}, "*.txt"), ({"a": 0.4, "b": 0.3, "c": 0.5}, "*.txt.gz")]
+)
+def test_text_files_are_streamed_in_pieces(tmp_path, monkeypatch, files, name):
+    """Files that are one document in memory train as a stream, too."""
+    monkeypatch.setattr("hfgpt.data.IN_MEMORY_BYTES", 100_000)
+    monkeypatch.setattr("hfgpt.data.sources.TEXT_DOCUMENT_BYTES", 2000)
+    monkeypatch.setattr("hfgpt.data.sources.SPAN_BYTES", 30_000)
+    whole = ""
+    for file, size in files.items():
+        text = "".join(f"{file}, line {n}: {n * n % 97} é\n" for n in range(20_000))[: int(100_000 * size)]
+        data = text.encode()
+        path = tmp_path / f"{file}.{name.partition('.')[2]}"
+        path.write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
+        whole += text
+    data = prepare(tmp_path / name, streaming=True, sequence_length=64)
+    next(iterate(data.train, None))
+    pieces = [data.tokenizer.decode(document.ids) for document in epoch(data)]
+    held_out = data.tokenizer.decode(data.validation)
+    assert len(pieces) > len(whole) / 4500
+    assert sum(len(piece.rstrip("\n")) for piece in pieces) > 0.89 * len(whole)
+    found, expected = Counter("".join(pieces) + held_out), Counter(whole)
+    assert held_out[-50:] == whole[-50:] and found.keys() == expected.keys()
+    assert all(found[character] == expected[character] for character in expected if character != "\n")
+
+
+def epoch(data):
+    for i in range(data.train.streams):
+        for document in data.train.documents(i, [0, 0, 0, 0]):
+            if document.place[0]:
+                break
+            yield document
 
 
 @pytest.mark.parametrize("streaming", [True, False])
@@ -322,3 +421,51 @@ def test_missing_local_text_column_is_refused_before_anything_is_written(tmp_pat
     with pytest.raises(UserError, match=r"text_column=body: not in .*; its columns are text"):
         prepare(tmp_path / "a.jsonl", text_column="body")
     assert sorted(Path(tmp_path).rglob("*")) == before
+
+
+@pytest.mark.parametrize("end", ["\n", " ", "é ", "\r"])
+def test_a_text_without_line_ends_is_streamed_in_pieces(tmp_path, monkeypatch, end):
+    monkeypatch.setattr("hfgpt.data.sources.SPAN_BYTES", 30_000)
+    text = "".join(f"word {n}, {n * n % 97}{end}" for n in range(20_000))
+    (tmp_path / "a.txt").write_bytes(text.encode())
+    data = prepare(tmp_path / "a.txt", streaming=True, sequence_length=64)
+    pieces = [data.tokenizer.decode(document.ids) for document in epoch(data)]
+    held_out = data.tokenizer.decode(data.validation)
+    assert 100 < len(pieces) < 1100 and max(map(len, pieces)) < 3000
+    assert len(held_out) > 0.099 * len(text)
+    found, expected = Counter("".join(pieces) + held_out), Counter(text)
+    assert all(found[character] == expected[character] for character in expected if character != "\n")
+
+
+@pytest.mark.parametrize("changes", [{"dataset_name": "en"}, {"dataset_split": "test"}, {"dataset_revision": "main"}])
+def test_settings_of_a_hub_dataset_are_refused_for_a_local_one(tmp_path, changes):
+    path = write(tmp_path / "a.jsonl", texts(60))
+    [(key, value)] = changes.items()
+    for dataset in (path, tmp_path, tmp_path / "*", "embedded"):
+        with pytest.raises(UserError, match=rf"^{key}={value}: dataset=.*; leave it out"):
+            prepare(dataset, **changes)
+
+
+def test_an_evaluation_text_that_is_nowhere_is_named_at_once(tmp_path, monkeypatch):
+    import huggingface_hub
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", lambda *_, **__: pytest.fail("the Hub was asked"))
+    path = write(tmp_path / "a.jsonl", texts(60))
+    for name in ("nope", "nope.txt", "./user/nope"):
+        with pytest.raises(UserError, match=rf"^eval_dataset={name}: no such file or folder"):
+            prepare(path, eval_dataset=name)
+    (tmp_path / "eval.txt").write_text("a text without columns\n" * 9)
+    rows = "".join(json.dumps({"body": text}) + "\n" for text in texts(60))
+    path.write_text(rows)
+    assert len(
+        prepare(path, tokenizer="bpe-300", text_column="body", eval_dataset=str(tmp_path / "eval.txt")).validation
+    )
+
+
+def test_eval_tokens_are_said_where_they_leave_text_out(tmp_path):
+    path = write(tmp_path / "a.jsonl", texts(60))
+    other = write(tmp_path / "b.jsonl", texts(50))
+    for given in ({}, {"eval_dataset": str(other)}):
+        line = prepare(path, tokenizer="bpe-300", eval_tokens=50, **given).description[3]
+        assert "the first 50 tokens (eval_tokens)" in line
+        assert "(eval_tokens)" not in prepare(path, tokenizer="bpe-300", **given).description[3]

@@ -295,3 +295,34 @@ def test_odd_files(name):
         assert {"x", "A real one.", "second wins"} <= set(documents)
     if name == "empty.txt":
         assert (documents, reasons) == ([], {"empty": 1})
+
+
+@pytest.mark.parametrize("what", ["dataset", "tokenizer", "init_from"])
+def test_a_hub_that_is_not_there_is_named_in_seconds_without_waiting_for_it(monkeypatch, tmp_path, what):
+    import huggingface_hub
+    from huggingface_hub import constants
+
+    from hfgpt.config import PretrainConfig
+    from hfgpt.data import prepare_data, remote
+    from hfgpt.data.remote import model_files
+
+    def unreachable(*_, **__):
+        raise ConnectionError("no way there")
+
+    def never(*_, **__):
+        pytest.fail("waited")
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(remote, "CONTACT_SECONDS", 0.2)
+    monkeypatch.setattr(huggingface_hub.utils, "get_session", lambda: type("Session", (), {"head": unreachable})())
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", unreachable)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", never)
+    monkeypatch.setattr("hfgpt.data.load_tokenizer", never)
+    (tmp_path / "a.txt").write_text("some text\n" * 99)
+    with pytest.raises(UserError, match=rf"^{what}=nope/nothing: no .*local file.* the Hub at .* cannot be reached"):
+        if what == "dataset":
+            open_source("nope/nothing")
+        elif what == "tokenizer":
+            prepare_data(PretrainConfig(dataset=str(tmp_path), tokenizer="nope/nothing", max_steps=1), 8)
+        else:
+            model_files("nope/nothing")

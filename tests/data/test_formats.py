@@ -1,0 +1,199 @@
+"""A file that is not what it should be is named for what it is, alone and beside good ones; no file is read twice."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from test_sources import read, write_jsonl, write_parquet
+
+from hfgpt.data.sources import open_source
+from hfgpt.errors import UserError
+
+ROWS = [{"text": f"good row {n}", "tags": {"n": n}} for n in range(25)]
+LINES = "".join(json.dumps(row) + "\n" for row in ROWS)
+PAGE = "<!DOCTYPE html>\n<html><head><title>503</title></head><body>Service unavailable</body></html>\n"
+PARQUET = b"PAR1\x15\x04" + bytes(99) + b"PAR1"
+KINDS = {
+    "array_by_line.json": ("[\n" + ",\n".join(map(json.dumps, ROWS)) + "\n]\n", "is a JSON array"),
+    "array_comma_first.json": ("[" + "\n,".join(map(json.dumps, ROWS)) + "]", "is a JSON array"),
+    "array_in_one_line.json": (json.dumps(ROWS), "is a JSON array"),
+    "array_indented.jsonl": (json.dumps(ROWS, indent=2), "is a JSON array"),
+    "array_compressed.json.gz": (gzip.compress(json.dumps(ROWS, indent=1).encode()), "is a JSON array"),
+    "array_with_mark.json": ("\ufeff \n" + json.dumps(ROWS, indent=2), "is a JSON array"),
+    "array_long.json": (json.dumps([{"text": "x" * 3_000_000}, {"text": "y"}], indent=1), "is a JSON array"),
+    "object_indented.json": (json.dumps({"text": "one", "n": [1, 2]}, indent=2), "JSON object over several lines"),
+    "objects_indented.jsonl": ("\n".join(json.dumps(row, indent=1) for row in ROWS), "over several lines"),
+    "object_of_rows.json": ('{"rows": [\n' + ",\n".join(map(json.dumps, ROWS)) + "\n]}", "over several lines"),
+    "texts.jsonl": (json.dumps(["one", "two"]), "its line is not a JSON object"),
+    "python.jsonl": ("{'text': 'a'}\n{'text': 'b'}\n", "none of its first 2 lines is a JSON object"),
+    "plain.jsonl": ("Once upon a time\nthere was plain text.\n", "none of its first 2 lines"),
+    "latin.jsonl": ('{"text": "café"}\n'.encode("latin-1") * 9, "none of its first 9 lines"),
+    "wide.jsonl": (LINES.encode("utf-16"), "UTF-16, not UTF-8 text; convert it: iconv"),
+    "wide_big.jsonl": (LINES.encode("utf-16-be"), "is UTF-16BE"),
+    "wide.txt": ("plain words\n".encode("utf-16-le") * 50, "is UTF-16LE"),
+    "wider.txt": ("plain words\n".encode("utf-32"), "is UTF-32"),
+    "page.txt": (PAGE, "is a web page"),
+    "page.jsonl": (PAGE, "is a web page"),
+    "denied.txt": ('<?xml version="1.0"?>\n<Error><Code>AccessDenied</Code></Error>', "is a web page"),
+    "pointer.jsonl": ("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n", "git lfs pull"),
+    "annex.txt": ("/annex/objects/SHA256E-s9--0.txt\n", "git annex get"),
+    "parquet.jsonl": (PARQUET, "is parquet; rename it to .parquet"),
+    "lines.parquet": (LINES, "is JSON, not parquet"),
+    "compressed.jsonl": (gzip.compress(LINES.encode()), "compressed with gzip; add .gz to its name"),
+    "compressed.parquet": (gzip.compress(PARQUET), "compressed with gzip"),
+    "uncompressed.jsonl.gz": (LINES, "take .gz out of its name"),
+    "twice.jsonl.gz": (gzip.compress(gzip.compress(LINES.encode())), "compressed with gzip"),
+    "book.txt": (b"PK\x03\x04" + bytes(99), "office document"),
+    "paper.txt": (b"%PDF-1.7\n" + bytes(99), "is a PDF document"),
+    "packed.jsonl": (b"\x28\xb5\x2f\xfd" + bytes(99), "compressed with zstd"),
+    "cut_off.txt": (b"a line of text\n" * 9000 + bytes(5000), "ends in zero bytes"),
+    "bytes.txt": (bytes(range(256)), "zero bytes"),
+    "latin.txt": (b"\xfcber Land\n" * 20, "is not UTF-8 text"),
+    "other_column.jsonl": ('{"body": "b"}\n', "its columns are body"),
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_file_is_named_for_what_it_is_alone_and_beside_a_good_one(tmp_path, name):
+    content, message = KINDS[name]
+    path = tmp_path / name
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    write_jsonl(tmp_path / "a_good_one.jsonl", ["good"])
+    for dataset in (path, tmp_path):
+        with pytest.raises(UserError, match=message) as told:
+            read(open_source(str(dataset)))
+        assert str(path) in str(told.value) and len(str(told.value).splitlines()) == 1
+    source = open_source(str(tmp_path), skip_bad_files=True)
+    assert read(source)[0] == ["good"] and source.skipped_files == 1
+
+
+def test_odd_lines_among_good_ones_are_counted_not_refused(tmp_path):
+    first = ['{"text": "half', '[1, {"text": 2}', '{"a": [1,', "[", '["a"]', "{", "null", "12"]
+    for start in first:
+        path = tmp_path / "a.jsonl"
+        path.write_text(start + "\n" + LINES)
+        rows, reasons = read(open_source(str(path)))
+        assert len(rows) == 25 and sum(reasons.values()) == 1, start
+    path.write_text('{"id": 1}\n' * 9000 + LINES)  # the column comes after the first 64 KiB
+    assert len(read(open_source(str(path)))[0]) == 25
+    path.write_text(json.dumps({"text": "x" * 2_000_000}))  # one line, longer than what is looked at
+    assert len(read(open_source(str(path)))[0]) == 1
+
+
+def test_text_in_a_binary_column_is_read(tmp_path):
+    for kind in (pa.binary(), pa.large_binary(), pa.dictionary(pa.int32(), pa.string())):
+        column = pa.array(["one é", "two", None]).cast(kind)
+        pq.write_table(pa.table({"text": column}), tmp_path / "a.parquet")
+        assert read(open_source(str(tmp_path))) == (["one é", "two"], {"null": 1})
+    pq.write_table(pa.table({"text": pa.array([b"\xff\xd8\xff", b"ok"], pa.binary())}), tmp_path / "a.parquet")
+    assert read(open_source(str(tmp_path))) == (["ok"], {"invalid_utf8": 1})
+
+
+def test_a_folder_of_save_to_disk_is_named_with_what_to_do(tmp_path):
+    one = datasets.Dataset.from_list(ROWS)
+    one.save_to_disk(str(tmp_path / "one"))
+    datasets.DatasetDict({"train": one}).save_to_disk(str(tmp_path / "splits"))
+    for dataset in ("one", "splits", "."):
+        with pytest.raises(UserError, match=r"is of datasets.save_to_disk, .*load_from_disk\("):
+            open_source(str(tmp_path / dataset))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("a.csv", r"is CSV, which is not read; convert it, for example pandas.read_csv\('a.csv'\)"),
+        ("a.tsv", "sep="),
+        ("a.csv.gz", "is CSV"),
+        ("a.jsonl.zst", "compressed with zstd.*zstd -d"),
+        ("a.txt.xz", "compressed with xz"),
+        ("a.bz2", "bzip2"),
+        ("a.zip", "a zip archive"),
+        ("a.tar.gz", "a tar archive"),
+        ("a.arrow", "is Arrow"),
+        ("a.pdf", "formatted document"),
+        ("a.docx", "formatted document"),
+        ("a.html", "markup"),
+        ("a.parquet.gz", "compressed parquet"),
+        ("a.md", "rename it to a.md.txt"),
+        ("a", "rename it to a.txt"),
+    ],
+)
+def test_a_kind_of_file_that_is_not_read_is_named_by_its_ending(tmp_path, name, message):
+    (tmp_path / name).write_text("x")
+    for dataset in (tmp_path / name, tmp_path, tmp_path / "*"):
+        with pytest.raises(UserError, match=message):
+            open_source(str(dataset))
+    write_jsonl(tmp_path / "good.jsonl", ["good"])
+    assert f"1 file of other kinds left out: {name}" in open_source(str(tmp_path)).description
+
+
+def test_nothing_there_is_said(tmp_path):
+    (tmp_path / "sub" / ".hidden").mkdir(parents=True)
+    write_jsonl(tmp_path / "sub" / ".hidden" / "a.jsonl", ["a"])
+    for dataset, message in (
+        (tmp_path / "sub", "is an empty folder"),
+        (tmp_path / "*.jsonl", "matches no file"),
+        (tmp_path / "*", "matches folders alone"),
+    ):
+        with pytest.raises(UserError, match=message):
+            open_source(str(dataset))
+
+
+def test_links_are_not_followed_in_circles_and_no_file_is_read_twice(tmp_path):
+    text = tmp_path / "text"
+    (text / "sub" / "below").mkdir(parents=True)
+    (tmp_path / "elsewhere").mkdir()
+    for n in range(6):
+        write_jsonl(text / f"{n}.jsonl", [f"document {n}"])
+    write_jsonl(text / "sub" / "below" / "6.jsonl", ["document 6"])
+    write_jsonl(tmp_path / "elsewhere" / "7.jsonl", ["document 7"])
+    write_jsonl(tmp_path / "beside.jsonl", ["is not below the folder"])
+    (text / "latest").symlink_to(".")
+    (text / "again").symlink_to(".")
+    (text / "sub" / "up").symlink_to("..")
+    (text / "sub" / "below" / "top").symlink_to(tmp_path)
+    (text / "a_link_to_below").symlink_to(text / "sub" / "below")
+    (text / "elsewhere").symlink_to(tmp_path / "elsewhere")
+    (text / "one.jsonl").symlink_to("1.jsonl")
+    (text / "another.jsonl").symlink_to("one.jsonl")
+    os.link(text / "2.jsonl", text / "zwei.jsonl")
+    every = sorted(f"document {n}" for n in range(8))
+    for dataset in (text, text / "**", text / "**" / "*.jsonl", tmp_path / "te*" / "**" / "*.json*"):
+        source = open_source(str(dataset))
+        assert sorted(read(source)[0]) == every
+        assert source.description.endswith(f"8 files, {source.size_bytes / 1e6:,.1f} MB")
+    names = {unit.file for unit in open_source(str(text)).units}
+    assert str(text / "sub" / "below" / "6.jsonl") in names and str(text / "1.jsonl") in names
+    assert "3 further names of files left out" in open_source(str(text)).description
+    assert len(read(open_source(str(text / "latest" / "again")))[0]) == 8
+
+
+def test_a_link_to_what_is_not_there_is_named(tmp_path):
+    write_jsonl(tmp_path / "good.jsonl", ["good"])
+    (tmp_path / "gone.jsonl").symlink_to(tmp_path / "nothing")
+    for dataset in (tmp_path, tmp_path / "*.jsonl", tmp_path / "gone.jsonl"):
+        with pytest.raises(UserError, match=r"gone.jsonl.* a link to what is not there"):
+            open_source(str(dataset))
+    assert open_source(str(tmp_path), skip_bad_files=True).skipped_files == 1
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"), [("name", "en"), ("split", "test"), ("revision", "main"), ("text_column", "body")]
+)
+def test_settings_that_mean_nothing_for_the_text_are_refused_alike(tmp_path, setting, value):
+    (tmp_path / "a.txt").write_text("text")
+    write_parquet(tmp_path / "a.parquet", ["text"], column=value if setting == "text_column" else "text")
+    texts = [tmp_path / "a.txt", tmp_path / "*.txt", "embedded"]
+    others = [tmp_path / "a.parquet", tmp_path]
+    for dataset in texts if setting == "text_column" else texts + others:
+        key = setting if setting == "text_column" else f"dataset_{setting}"
+        with pytest.raises(UserError, match=rf"^{key}={value}: dataset=.* leave it out"):
+            open_source(str(dataset), **{setting: value})
+    if setting == "text_column":  # text files have none beside a file that has
+        assert len(read(open_source(str(tmp_path), text_column=value))[0]) == 2
