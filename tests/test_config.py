@@ -156,6 +156,7 @@ def test_a_flag_without_its_value_and_broken_mappings_are_refused():
 
 def test_world_size_counts_when_the_step_is_cut(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "3")
+    monkeypatch.setenv("RANK", "0")
     assert "3 processes" in problems("--tokens_per_step", "1024")[0]
     assert read("--tokens_per_step", "3072").batch(3).accumulation == 2
 
@@ -306,4 +307,4 @@ def test_a_recipes_choice_within_its_hub_dataset_does_not_count_for_a_local_one(
     for dataset in ("embedded", str(tmp_path), f"{tmp_path}/*.txt"):
         assert PretrainConfig.from_cli(recipe, ["--dataset", dataset]).dataset_name is None
         assert PretrainConfig.from_cli(recipe, ["--dataset", dataset, "--dataset_name", "x"]).dataset_name == "x"
-    assert PretrainConfig.from_cli(recipe, ["--dataset", "user/mirror"]).dataset_name == "sample"
+    assert PretrainConfig.from_cli(recipe, ["--dataset", "user/other"]).dataset_name is None
