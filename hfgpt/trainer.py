@@ -247,7 +247,7 @@ class Pretrainer(PreparedRun):
         self.skipped_rows.update(batch.skipped)
         self.run.record_text(step=step, batch_hash=batch_hash(batch.blocks), position=batch.position)
         self.updating = False
-        self.guard.add(Step(step, self.learning_rate(step), result, batch))
+        self.guard.add(Step(step, self.learning_rate(step), batch), result)
         for event in batch.retries:
             self._record(event="stream_retry", **event)
         if step == self.max_steps:
