@@ -193,3 +193,36 @@ def test_rows_passed_over_are_counted_on_over_resumes(config, tmp_path):
     resumed = trained(config("cut", resume_from_checkpoint="latest", **options))
     counts = [records(run, "skipped_rows")[-1]["skipped_rows"] for run in (whole, resumed)]
     assert counts[0] == counts[1] and counts[0]["null"] > 100 and counts[0]["eval_null"] > 0
+
+
+def test_one_process_trains_again_in_another_precision_and_evaluates_between(config):
+    """As in a notebook: float32, bf16, float32, with what Accelerate keeps for a process renewed each time."""
+    from hfgpt.scoring import evaluate_checkpoint, score_text
+
+    first = trained(config("first", eval_steps=6))
+    lower = trained(config("lower", eval_steps=6, mixed_precision="bf16"))
+    assert lower.precision.name == lower.accelerator.mixed_precision == "bf16"
+    source = {"dataset": first.config.dataset, "name": None, "split": "train", "revision": None, "text_column": "text"}
+    checkpoint = str(first.run.checkpoint(6))
+    found = evaluate_checkpoint(checkpoint, lambda subject: score_text(subject, source))
+    assert found["precision"] == "float32" and found["loss"] > 0
+    again = trained(config("again", eval_steps=6))
+    assert same_weights(first, again) and not same_weights(first, lower)
+    assert again.accelerator.mixed_precision == "no"
+    assert [line["eval_loss"] for line in records(first, "eval_loss")] == [
+        line["eval_loss"] for line in records(again, "eval_loss")
+    ]
+
+
+def test_another_number_of_threads_at_resume_is_said_and_recorded(config, caplog):
+    before = torch.get_num_threads()
+    trained(config())
+    try:
+        torch.set_num_threads(before - 1 or 2)
+        resumed = trained(config(resume_from_checkpoint="latest", max_steps=7))
+    finally:
+        torch.set_num_threads(before)
+    [record] = records(resumed, "changed_settings")
+    used = resumed.choices["threads"]
+    expected = {"threads": {"from": before, "to": used}} if used != before else {}
+    assert record["changed_settings"] == {"max_steps": {"from": 6, "to": 7}, **expected}
