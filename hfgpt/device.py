@@ -29,8 +29,7 @@ from accelerate.utils import InitProcessGroupKwargs
 from accelerate.utils.environment import get_int_from_env
 
 from hfgpt.errors import UserError
-from hfgpt.launched import ranks
-from hfgpt.signals import LAUNCHED
+from hfgpt.launched import SET_BY_LAUNCHERS, ranks
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -40,7 +39,7 @@ SHORT_RUN_FORWARD_PASSES = 200
 # Where Linux says what a container may use; and which group this process is in.
 CGROUPS, OWN_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
-THREADS_FLAG = re.compile("__num_cpu_threads_per_process")  # of accelerate launch, its dashes as underscores
+THREADS_FLAG = "__num_cpu_threads_per_process"  # of accelerate launch, its dashes as underscores
 COMPILER_ERRORS = ("InductorError", "BackendCompilerFailed")  # by name, as their modules take a second to import
 
 
@@ -271,19 +270,17 @@ def use_all_cores(local_processes: int) -> int:
 
 def _threads_are_stated() -> bool:
     """Whether the environment's number of threads is the user's, not that of a launcher: it was there before it."""
-    if not any(map(os.environ.get, THREAD_VARIABLES)):
-        return False
+    stated = any(map(os.environ.get, THREAD_VARIABLES))
+    if not stated or os.environ.keys().isdisjoint(SET_BY_LAUNCHERS):
+        return stated
     try:
-        for process in psutil.Process().parents() if os.environ.keys() & set(LAUNCHED) else []:
-            environment, words = process.environ(), process.cmdline()
-            if environment.keys().isdisjoint(LAUNCHED):
-                if not any("accelerate" in word or "torch" in word for word in words[:4]):
-                    return True  # no launcher: the user has set its variables
-                flags = (word.replace("-", "_") for word in words)
-                return any(map(environment.get, THREAD_VARIABLES)) or any(map(THREADS_FLAG.match, flags))
+        for process in psutil.Process().parents():  # the launcher is the nearest without its own variables
+            if (before := process.environ()).keys().isdisjoint(SET_BY_LAUNCHERS):
+                flags = (word.replace("-", "_") for word in process.cmdline())
+                return any(map(before.get, THREAD_VARIABLES)) or any(flag.startswith(THREADS_FLAG) for flag in flags)
     except psutil.Error:
-        return os.environ.get("OMP_NUM_THREADS") != "1"
-    return True
+        pass
+    return os.environ.get("OMP_NUM_THREADS") != "1"
 
 
 def memory_bytes(device: torch.device) -> int:

@@ -129,6 +129,7 @@ class PreparedRun(TrainingStep):
         position, wall_seconds = None, 0.0
         self.evaluation: dict[str, Any] = {}  # the newest, of step `evaluation_step`
         self.evaluation_step = 0
+        self.evaluation_is_due = False  # a signal broke it off
         self.callback_states: dict[str, Any] = {}  # of a run that goes on
         self.skipped_rows: Counter[str] = Counter(self.data.skipped)
         self.run_id = uuid.uuid4().hex
@@ -223,6 +224,8 @@ class PreparedRun(TrainingStep):
             made_up := self.host.from_main(partial(self.run.evaluation, trainer["step"]))
         ):
             self.evaluation, self.evaluation_step = made_up, trainer["step"]
+        due = trainer.get("evaluation_is_due", False) and self.evaluation_step != trainer["step"]
+        self.evaluation_is_due = bool(due and self.config.eval_steps)
         self.state.best_metric, self.state.best_global_step = trainer.get("best_metric"), trainer.get("best_step")
         self.callback_states = trainer.get("callbacks", {})
         self.run_id, self.skipped_rows = trainer["run_id"], Counter(trainer["skipped_rows"])
@@ -272,6 +275,7 @@ class PreparedRun(TrainingStep):
             "skipped_rows": dict(self.skipped_rows),
             "evaluation": self.evaluation if math.isfinite(self.evaluation.get("eval_perplexity", math.nan)) else None,
             "evaluation_step": self.evaluation_step,
+            "evaluation_is_due": self.control.should_evaluate,
             "best_metric": self.state.best_metric,
             "best_step": self.state.best_global_step,
             "callbacks": callback_states(self.handler.callbacks),

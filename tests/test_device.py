@@ -11,7 +11,7 @@ import torch
 
 from hfgpt import device
 from hfgpt.errors import UserError
-from hfgpt.signals import LAUNCHED
+from hfgpt.launched import SET_BY_LAUNCHERS
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda:0")
 
@@ -179,7 +179,7 @@ def test_auto_compile_on_cuda(compiler, monkeypatch):
     ],
 )
 def test_threads_are_the_share_of_the_cores_unless_stated(monkeypatch, env, torch_has, expected):
-    for name in (*device.THREAD_VARIABLES, *LAUNCHED, "LOCAL_WORLD_SIZE"):
+    for name in (*device.THREAD_VARIABLES, *SET_BY_LAUNCHERS, "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     for name, value in env.items():
         monkeypatch.setenv(name, value)
@@ -187,12 +187,11 @@ def test_threads_are_the_share_of_the_cores_unless_stated(monkeypatch, env, torc
     monkeypatch.setattr(torch, "get_num_threads", lambda: numbers[-1])
     monkeypatch.setattr(torch, "set_num_threads", numbers.append)
     monkeypatch.setattr(device, "available_cores", lambda: 6)
-    monkeypatch.setattr(psutil.Process, "cmdline", lambda self: ["bash"])
     assert device.use_all_cores(device.local_processes()) == expected
     assert device.use_all_cores(device.local_processes()) == expected  # a second run in this process
 
 
-LAUNCHER = {"ACCELERATE_MIXED_PRECISION": "no", "OMP_NUM_THREADS": "1"}
+LAUNCHER = {"TORCHELASTIC_RUN_ID": "none", "OMP_NUM_THREADS": "1"}
 
 
 @pytest.mark.parametrize(
@@ -207,7 +206,7 @@ LAUNCHER = {"ACCELERATE_MIXED_PRECISION": "no", "OMP_NUM_THREADS": "1"}
 )
 def test_a_launchers_own_number_of_threads_is_not_the_users(monkeypatch, before, command, expected):
     """Between the recipe and the launcher there may be a shell, which has the launcher's variables."""
-    for name in (*device.THREAD_VARIABLES, *LAUNCHED, "LOCAL_WORLD_SIZE"):
+    for name in (*device.THREAD_VARIABLES, *SET_BY_LAUNCHERS, "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     for name, value in {**before, **LAUNCHER}.items():
         monkeypatch.setenv(name, value)

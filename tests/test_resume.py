@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
 import torch
 from running import MODEL, StopAt, hashes, records, same_weights, trained
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, TrainerCallback
 
 from hfgpt import Pretrainer, UserError
+from hfgpt.errors import RunError
 
 
 @pytest.mark.parametrize("kind", ["memory", "documents"])
@@ -226,3 +228,33 @@ def test_another_number_of_threads_at_resume_is_said_and_recorded(config, caplog
     used = resumed.choices["threads"]
     expected = {"threads": {"from": before, "to": used}} if used != before else {}
     assert record["changed_settings"] == {"max_steps": {"from": 6, "to": 7}, **expected}
+
+
+class SignalAt(TrainerCallback):
+    """As a signal that arrives at the end of a step, before its evaluation; at the step of a start: at once."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            self.signals.received = signal.SIGTERM
+
+    on_train_begin = on_step_end
+
+
+@pytest.mark.parametrize("last", [6, 7])
+def test_an_evaluation_that_a_signal_broke_off_is_made_up_for(config, last):
+    """Stopped in each evaluation, and in those that make up for one: the records of the run left alone."""
+    changes = {"eval_steps": 2, "max_steps": last, "save_steps": 3}
+    whole = trained(config("whole", **changes))
+    for step in (2, 2, 3, 4, 6, 6, last):
+        signalled = SignalAt(step)
+        run = Pretrainer(config("cut", resume_from_checkpoint="latest", **changes), [signalled])
+        signalled.signals = run.signals
+        with pytest.raises(RunError, match="SIGTERM; ended after step"):
+            run.train()
+    resumed = trained(config("cut", resume_from_checkpoint="latest", **changes))
+    assert same_weights(whole, resumed)
+    kept = [[(line["step"], line["eval_loss"]) for line in records(run, "eval_loss")] for run in (whole, resumed)]
+    assert kept[0] == kept[1] and [step for step, _ in kept[0]] == sorted({2, 4, 6, last})
