@@ -97,9 +97,7 @@ class StepGuard:
                 )
         return {"loss": loss, "learning_rate": steps[-1].learning_rate, "grad_norm": norm}
 
-    def _bad_rows(
-        self, total: int, micro_losses: list[float], unknown: bool
-    ) -> tuple[list[int] | None, list[int]]:
+    def _bad_rows(self, total: int, micro_losses: list[float], unknown: bool) -> tuple[list[int] | None, list[int]]:
         """Ranks and, of the step's `total`, blocks of the micro-batches whose loss is not finite.
 
         None and all blocks where only the gradient is not, which is summed over all of them, or where it is unknown.
