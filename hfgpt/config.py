@@ -285,6 +285,12 @@ class PretrainConfig:
         object.__setattr__(new, "stated", self.stated)
         return new
 
+    @classmethod
+    def of_run(cls, settings: dict[str, Any]) -> PretrainConfig:
+        """Recorded settings of a run but for how its steps were cut, which its number of processes had a part in."""
+        cut = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": None, "tokens_per_step": None}
+        return cls.from_layers(settings, cut)
+
     def batch(self, processes: int) -> Batch:
         """How one step is cut over `processes`; where the micro-batch is to be found, in ones of a single block.
 

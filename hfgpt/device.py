@@ -19,20 +19,27 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TypeVar
 
+import psutil
 import torch
 import transformers
 import xxhash
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from accelerate.utils import InitProcessGroupKwargs
+from accelerate.utils.environment import get_int_from_env
 
 from hfgpt.errors import UserError
-from hfgpt.launched import ranks
+from hfgpt.launched import SET_BY_LAUNCHERS, ranks
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 # Compiling for a CPU takes 20 to 70 seconds, as much as it saves in about this many passes of a small model.
 SHORT_RUN_FORWARD_PASSES = 200
+# Where Linux says what a container may use; and which group this process is in.
+CGROUPS, OWN_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+THREADS_FLAG = "__num_cpu_threads_per_process"  # of accelerate launch, its dashes as underscores
 COMPILER_ERRORS = ("InductorError", "BackendCompilerFailed")  # by name, as their modules take a second to import
 
 
@@ -214,28 +221,76 @@ def available_cores() -> int:
     """Cores this process may use: its affinity, or the container's CPU quota where that is less."""
     # macOS has no affinity.
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    with contextlib.suppress(OSError, ValueError):
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        if quota != "max":
-            cores = min(cores, max(1, int(quota) // int(period)))
+    limits = zip(_cgroup_values("cpu", "cpu.cfs_quota_us"), _cgroup_values("cpu", "cpu.cfs_period_us"), strict=False)
+    for quota, period in (*map(str.split, _cgroup_values("cpu", "cpu.max")), *limits):
+        with contextlib.suppress(ValueError):  # "max"
+            if int(quota) > 0:  # version 1 writes -1 for no limit
+                cores = min(cores, max(1, int(quota) // int(period)))
     return cores
+
+
+def _cgroup_values(controller: str, name: str) -> list[str]:
+    """What the file `name` holds in this process's Linux control group and in each around it, version 1 or 2.
+
+    A container may see its own group at the top of the file system, wherever /proc says that it is.
+    """
+    found: dict[Path, str] = {}
+    with contextlib.suppress(OSError):
+        for line in OWN_CGROUP.read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            tops = [CGROUPS / controllers, CGROUPS / controller] if controllers else [CGROUPS, CGROUPS / "unified"]
+            inner = Path(*(part for part in Path(path.lstrip("/")).parts if part != ".."))
+            if not controllers or controller in controllers.split(","):
+                for folder in (top / part for top in tops for part in (inner, *inner.parents)):
+                    with contextlib.suppress(OSError):
+                        found[folder] = (folder / name).read_text().strip()
+    return list(found.values())
+
+
+def local_processes() -> int:
+    """Processes of this run on this machine, by what its launcher has set."""
+    names = ["LOCAL_WORLD_SIZE", "MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE"]
+    return max(1, get_int_from_env(names, 1))
 
 
 def use_all_cores(local_processes: int) -> int:
     """Gives this process its share of the machine's cores as torch threads, and returns that number.
 
-    `accelerate launch` sets one thread per process, which leaves the other cores of a CPU run idle.
+    A number that the user has stated stays: by OMP_NUM_THREADS, MKL_NUM_THREADS or the launcher's flag, or a smaller
+    one by torch.set_num_threads. Launchers set OMP_NUM_THREADS too, mostly to 1, which leaves other cores idle.
     """
-    threads = max(1, available_cores() // local_processes)
-    torch.set_num_threads(threads)
-    return threads
+    threads, share = torch.get_num_threads(), max(1, available_cores() // local_processes)
+    if _threads_are_stated():
+        return threads
+    if str(threads) == os.environ.get("OMP_NUM_THREADS"):
+        threads = share
+    torch.set_num_threads(min(threads, share))
+    return torch.get_num_threads()
+
+
+def _threads_are_stated() -> bool:
+    """Whether the environment's number of threads is the user's, not that of a launcher: it was there before it."""
+    stated = any(map(os.environ.get, THREAD_VARIABLES))
+    if not stated or os.environ.keys().isdisjoint(SET_BY_LAUNCHERS):
+        return stated
+    try:
+        for process in psutil.Process().parents():  # the launcher is the nearest without its own variables
+            if (before := process.environ()).keys().isdisjoint(SET_BY_LAUNCHERS):
+                flags = (word.replace("-", "_") for word in process.cmdline())
+                return any(map(before.get, THREAD_VARIABLES)) or any(flag.startswith(THREADS_FLAG) for flag in flags)
+    except psutil.Error:
+        pass
+    return os.environ.get("OMP_NUM_THREADS") != "1"
 
 
 def memory_bytes(device: torch.device) -> int:
-    """Total memory of the CUDA device, or of the machine."""
+    """Total memory of the CUDA device; elsewhere this process's share of the machine's, or of the container's limit."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[1]
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limits = (*_cgroup_values("memory", "memory.max"), *_cgroup_values("memory", "memory.limit_in_bytes"))
+    # Version 2 writes "max" for no limit, version 1 a number beyond any machine.
+    return min([machine, *(int(limit) for limit in limits if limit.isdigit())]) // local_processes()
 
 
 def peak_memory_bytes(device: torch.device) -> int:
@@ -292,6 +347,8 @@ def start_accelerator(mixed_precision: str, timeout_seconds: float) -> tuple[Acc
     device = default_device()
     precision = choose_precision(mixed_precision, device)
     group = InitProcessGroupKwargs(timeout=timedelta(seconds=timeout_seconds))
+    # An earlier run of this process may have had another precision or device, which Accelerate keeps for all.
+    AcceleratorState._reset_state(reset_partial_state=True)
     # Said outright, as the launcher does not tell several processes that they are to stay on the CPU.
     accelerator = Accelerator(cpu=device.type == "cpu", mixed_precision=precision.name, kwargs_handlers=[group])
     _, world = ranks()
@@ -300,8 +357,15 @@ def start_accelerator(mixed_precision: str, timeout_seconds: float) -> tuple[Acc
     accelerator.gradient_accumulation_steps = 1  # the step accumulates by itself; backward() must not divide
     if accelerator.device.type == "cpu":
         keep_freed_memory()
-        use_all_cores(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        use_all_cores(local_processes())
         # Otherwise threads add up gradients in any order, and a resumed run differs in the last bits.
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+        _made_deterministic.add(True)
+    elif _made_deterministic:  # by a run of this process on the CPU; cuBLAS refuses what this asks of it
+        torch.use_deterministic_algorithms(False)
+        _made_deterministic.clear()
     return accelerator, precision
+
+
+_made_deterministic: set[bool] = set()

@@ -34,6 +34,7 @@ SECONDS_TO_END = 3.0
 REFUSED = {
     "ACCELERATE_USE_DEEPSPEED": "DeepSpeed is not supported; use FSDP2",
     "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM is not supported; use FSDP2",
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "parallelism_config is not supported; take it out, and use DDP or FSDP2",
     "ACCELERATE_DYNAMO_BACKEND": "take it out, and use --torch_compile true",
     "FSDP_OFFLOAD_PARAMS": "not supported; take it out",
     "FSDP_ACTIVATION_CHECKPOINTING": "take it out, and use --gradient_checkpointing true",

@@ -91,9 +91,11 @@ def summed_nll(
     was_training = model.training
     model.eval()
     one = torch.ones((), device=device)
-    sums = []
+    # All made beforehand: a small tensor left among the large ones that a batch frees would split their memory, so that
+    # the next batch takes more from the system.
+    sums = torch.zeros(len(mine) // batch_size, device=device)
     try:
-        for start in shown(range(0, len(mine), batch_size), accelerator.is_main_process):
+        for number, start in enumerate(shown(range(0, len(mine), batch_size), accelerator.is_main_process)):
             if stop():
                 return None
             blocks = scored_blocks(tokens, mine[start : start + batch_size], sequence_length)
@@ -101,11 +103,11 @@ def summed_nll(
             options = {"num_items_in_batch": one, "use_cache": False, **attention(ids)}
             forward = partial(model, input_ids=ids, shift_labels=labels, **options)
             with accelerator.autocast():
-                sums.append(with_code_mended(forward).loss)
+                sums[number] = with_code_mended(forward).loss
     finally:
         model.train(was_training)
     # In float64, on the CPU as not every device has it.
-    return sum(gather_object([torch.stack(sums).cpu().double().sum().item()]))
+    return sum(gather_object([sums.cpu().double().sum().item()]))
 
 
 def shown(work: Iterable[T], is_main: bool, unit: str = "batch") -> Iterable[T]:

@@ -28,7 +28,7 @@ class StepResult(NamedTuple):
 
     loss: Tensor
     grad_norm: Tensor
-    micro_losses: list[Tensor]
+    micro_losses: Tensor  # (N,)
 
 
 class Step(NamedTuple):
@@ -36,7 +36,6 @@ class Step(NamedTuple):
 
     step: int
     learning_rate: float
-    result: StepResult
     batch: StepBatch
 
 
@@ -51,11 +50,19 @@ class StepGuard:
     ) -> None:
         self.run, self.host, self.named = run, host, named
         self.pending: list[Step] = []
+        self.figures = torch.empty(0, 0)  # loss, gradient norm and micro-losses of each pending step
         self.skipped_in_a_row = 0
 
-    def add(self, step: Step) -> None:
-        if len(self.pending) == MAX_PENDING_STEPS:
+    def add(self, step: Step, result: StepResult) -> None:
+        loss, grad_norm, micro_losses = result
+        width = 2 + len(micro_losses)
+        if len(self.pending) == MAX_PENDING_STEPS or (self.pending and width != self.figures.shape[1]):
             self.read()
+        if (
+            not self.pending and width != self.figures.shape[1]
+        ):  # in one place: of small tensors among large ones that are freed, see `summed_nll`
+            self.figures = torch.empty(MAX_PENDING_STEPS, width, device=loss.device)
+        self.figures[len(self.pending)] = torch.cat([loss[None], grad_norm[None], micro_losses])
         self.pending.append(step)
 
     def read(self, alone: bool = False) -> dict[str, float]:
@@ -67,15 +74,13 @@ class StepGuard:
         if not self.pending:
             return {}
         steps, self.pending = self.pending, []
-        losses = torch.stack([step.result.loss.float() for step in steps])
-        norms = torch.stack([step.result.grad_norm.float() for step in steps])
-        figures = torch.stack([losses, norms], dim=1).tolist()
-        for step, (loss, norm) in zip(steps, figures, strict=True):
+        figures = self.figures[: len(steps)].tolist()
+        for step, (loss, norm, *micro_losses) in zip(steps, figures, strict=True):
             if math.isfinite(loss) and math.isfinite(norm):
                 self.skipped_in_a_row = 0
                 continue
             self.skipped_in_a_row += 1
-            ranks, rows = self._bad_rows(step, alone and self.host.world > 1)
+            ranks, rows = self._bad_rows(len(step.batch.blocks), micro_losses, alone and self.host.world > 1)
             self.run.record(
                 event="skip_step",
                 step=step.step,
@@ -92,16 +97,15 @@ class StepGuard:
                 )
         return {"loss": loss, "learning_rate": steps[-1].learning_rate, "grad_norm": norm}
 
-    def _bad_rows(self, step: Step, unknown: bool) -> tuple[list[int] | None, list[int]]:
-        """Ranks and blocks of the micro-batches whose loss is not finite.
+    def _bad_rows(self, total: int, micro_losses: list[float], unknown: bool) -> tuple[list[int] | None, list[int]]:
+        """Ranks and, of the step's `total`, blocks of the micro-batches whose loss is not finite.
 
         None and all blocks where only the gradient is not, which is summed over all of them, or where it is unknown.
         """
         if unknown:
-            return None, list(range(len(step.batch.blocks)))
-        finite = torch.stack(step.result.micro_losses).isfinite().tolist()
-        by_rank = self.host.gather(finite)
-        total, share = len(step.batch.blocks), len(step.batch.blocks) // len(by_rank)
-        size = -(-share // len(finite))
+            return None, list(range(total))
+        by_rank = self.host.gather([math.isfinite(loss) for loss in micro_losses])
+        share = total // len(by_rank)
+        size = -(-share // len(micro_losses))
         rows = [row for row in range(total) if not by_rank[row // share][row % share // size]]
         return (sorted({row // share for row in rows}), rows) if rows else (None, list(range(total)))

@@ -60,8 +60,11 @@ def push(
     """
     token = check_access(repo_id)
     given, folder = folder, Path(folder).resolve()  # checkpoint-latest may come to point elsewhere meanwhile
-    if problems := verify(folder)["problems"]:
+    verified = verify(folder)
+    if problems := verified["problems"]:
         raise RunError(f"checkpoint {given} is not pushed: {'; '.join(problems)}")
+    if (folder / STATE).is_dir() and (reason := verified.get("loss_not_checked")):
+        logger.warning("checkpoint %s: its loss was not checked (%s)", given, reason)
     api = HfApi(token=token)
     if not sys.stderr.isatty():
         disable_progress_bars()

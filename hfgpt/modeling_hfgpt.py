@@ -31,6 +31,7 @@ from hfgpt.errors import UserError
 # transformers renamed the cache argument and output from `past_key_values` to `cache`; we follow what is installed.
 _GENERATION_ARGS = inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
 CACHE_NAME = "cache" if "cache" in _GENERATION_ARGS else "past_key_values"
+SOFTMAX_ROWS = 128  # tokens whose softmax exists at a time in an evaluation that is not compiled
 HEAD_CHUNK_SIZE = 1024  # tokens whose logits exist at a time in the loss of a model that is not compiled
 PRODUCT_ATTENTION_LENGTH = 512  # up to which `product_attention` is the faster one
 
@@ -207,8 +208,13 @@ def _plain_head_loss(x_NC: Tensor, weight_VC: Tensor, target_N: Tensor) -> Tenso
     logits_NV = F.linear(x_NC, weight_VC)[:, :V]
     if torch.is_grad_enabled():
         return F.cross_entropy(logits_NV.float(), target_N, reduction="sum")
-    # Adds up in pairs: the sum above loses a digit over a thousand tokens, which an evaluation would show.
-    return F.cross_entropy(logits_NV.float(), target_N, reduction="none").sum()
+    # Adds up in pairs: the sum above loses a digit over a thousand tokens, which an evaluation would show. The softmax
+    # is of a few rows at a time, which a compiler does by itself: a second copy of the logits would be the most memory.
+    rows = len(target_N) if torch.compiler.is_compiling() else SOFTMAX_ROWS
+    losses_N = torch.empty(len(target_N), device=x_NC.device)
+    for losses, logits, target in zip(losses_N.split(rows), logits_NV.split(rows), target_N.split(rows), strict=True):
+        losses.copy_(F.cross_entropy(logits.float(), target, reduction="none"))
+    return losses_N.sum()
 
 
 class GPT2LMHeadModel(PreTrainedModel, GenerationMixin):

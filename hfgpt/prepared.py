@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import TrainerCallback
 from transformers.trainer_callback import TrainerControl, TrainerState
 
@@ -128,13 +129,23 @@ class PreparedRun(TrainingStep):
         position, wall_seconds = None, 0.0
         self.evaluation: dict[str, Any] = {}  # the newest, of step `evaluation_step`
         self.evaluation_step = 0
+        self.evaluation_is_due = False  # a signal broke it off
         self.callback_states: dict[str, Any] = {}  # of a run that goes on
         self.skipped_rows: Counter[str] = Counter(self.data.skipped)
         self.run_id = uuid.uuid4().hex
+        self.choices: dict[str, Any] = {
+            "precision": self.precision.name,
+            "compiled": self.compile.enabled,
+            "processes": accelerator.num_processes,
+            "device": device_name(device),
+        }
+        if device.type == "cpu":  # each number of threads adds up in another order
+            self.choices["threads"] = torch.get_num_threads()
+        self.micro_batch_is_known = config.per_device_train_batch_size != AUTO
         if self.resumed_from:
             position, wall_seconds = self._restore(self.resumed_from)
         self.wrap_model()
-        if config.per_device_train_batch_size == AUTO:
+        if not self.micro_batch_is_known:
 
             def needed(cut: Batch) -> int:
                 setting = setting_of(config, cut, self.precision.name, shares, device.type)
@@ -213,23 +224,40 @@ class PreparedRun(TrainingStep):
             made_up := self.host.from_main(partial(self.run.evaluation, trainer["step"]))
         ):
             self.evaluation, self.evaluation_step = made_up, trainer["step"]
+        due = trainer.get("evaluation_is_due", False) and self.evaluation_step != trainer["step"]
+        self.evaluation_is_due = bool(due and self.config.eval_steps)
         self.state.best_metric, self.state.best_global_step = trainer.get("best_metric"), trainer.get("best_step")
         self.callback_states = trainer.get("callbacks", {})
         self.run_id, self.skipped_rows = trainer["run_id"], Counter(trainer["skipped_rows"])
-        asked = self.config.per_device_train_batch_size
-        for cut in self.batch.cuts() if trainer["config"]["per_device_train_batch_size"] == asked else []:
-            if cut.micro_batch == trainer.get("micro_batch") and cut.micro_batch < self.batch.micro_batch:
-                logger.warning("micro-batch %d again: memory ran out with more in this run", cut.micro_batch)
-                self.batch = cut
+        self._restore_micro_batch(trainer)
         if self.max_steps < trainer["step"]:
             raise UserError(f"max_steps={self.max_steps}: {folder} is at step {trainer['step']}; state more steps")
         self.changed_settings = changed_settings(trainer["config"], self.config.to_dict())
+        now = {key: self.choices.get(key) for key in trainer.get("choices", {})}
+        self.changed_settings |= changed_settings(trainer.get("choices", {}), now)
         for key, change in self.changed_settings.items():
             logger.warning("%s is %s from here on; it was %s", key, change["to"], change["from"])
         self.learning_rate = LearningRate(self.config, **trainer["schedule"])
         if said := self.learning_rate.go_on(trainer["step"], self.max_steps, self.config.lr_schedule_on_resume):
             logger.warning(said)
         return position, trainer["wall_seconds"]
+
+    def _restore_micro_batch(self, trainer: dict[str, Any]) -> None:
+        """The micro-batch that the run had in the end: as found by measurement, or smaller where memory ran out."""
+        config, then = self.config, trainer["config"]
+        if then["per_device_train_batch_size"] != config.per_device_train_batch_size:
+            return
+        cuts = {cut.micro_batch: cut for cut in self.batch.cuts()}
+        recorded = cuts.get(trainer.get("micro_batch", 0))
+        if config.per_device_train_batch_size == AUTO:
+            step = [(run.get("tokens_per_step"), run.get("sequence_length")) for run in (then, config.to_dict())]
+            processes = trainer.get("choices", {}).get("processes", self.batch.processes)
+            if recorded and step[0] == step[1] and processes == self.batch.processes:
+                self.micro_batch_is_known, self.batch = True, recorded
+                self.data.description.append(f"micro-batch: {recorded.micro_batch}, as in this run before")
+        elif recorded and recorded.micro_batch < self.batch.micro_batch:
+            logger.warning("micro-batch %d again: memory ran out with more in this run", recorded.micro_batch)
+            self.batch = recorded
 
     def _trainer_state(self) -> dict[str, Any]:
         scaler = self.accelerator.scaler
@@ -241,11 +269,13 @@ class PreparedRun(TrainingStep):
             "schedule": self.learning_rate.state(),
             "random_numbers": "seeded by (seed, step, process) at every step",
             "config": self.config.to_dict(),
+            "choices": self.choices,
             "micro_batch": self.batch.micro_batch,
             "gradient_scaler": scaler.state_dict() if scaler is not None else None,
             "skipped_rows": dict(self.skipped_rows),
             "evaluation": self.evaluation if math.isfinite(self.evaluation.get("eval_perplexity", math.nan)) else None,
             "evaluation_step": self.evaluation_step,
+            "evaluation_is_due": self.control.should_evaluate,
             "best_metric": self.state.best_metric,
             "best_step": self.state.best_global_step,
             "callbacks": callback_states(self.handler.callbacks),

@@ -46,9 +46,11 @@ class SummedLoss(nn.Module):
 
     def forward(self, input_ids: Tensor, shift_labels: Tensor, **_: Any) -> SimpleNamespace:
         logits_BTV = self.model(input_ids=input_ids, use_cache=False).logits
-        rows = zip(logits_BTV, shift_labels.long(), strict=True)  # one at a time, as the copies are large
-        losses = [F.cross_entropy(row.float(), labels, ignore_index=UNSCORED, reduction="none") for row, labels in rows]
-        return SimpleNamespace(loss=torch.stack(losses).sum())
+        losses_BT = torch.empty(shift_labels.shape, device=logits_BTV.device)
+        # One at a time, as the copies are large.
+        for losses, row, labels in zip(losses_BT, logits_BTV, shift_labels.long(), strict=True):
+            losses.copy_(F.cross_entropy(row.float(), labels, ignore_index=UNSCORED, reduction="none"))
+        return SimpleNamespace(loss=losses_BT.sum())
 
 
 @dataclass(frozen=True)

@@ -50,9 +50,9 @@ class TrainingStep:
         if world > 1:
             num_targets = accelerator.reduce(num_targets, "sum")
 
-        micro_losses = []
         size = self.batch.micro_batch
         micro_batches = list(zip(input_ids.split(size), shift_labels.split(size), strict=True))
+        micro_losses = torch.zeros(len(micro_batches), device=input_ids.device)  # made once, see `summed_nll`
         for index, (ids, labels) in enumerate(micro_batches, start=1):
             # The processes exchange gradients once per step, after the last micro-batch.
             last = index == len(micro_batches)
@@ -63,8 +63,8 @@ class TrainingStep:
                 options = {"num_items_in_batch": num_targets, **self.attention(ids)}
                 micro_loss = self.model(input_ids=ids, shift_labels=labels, **options).loss
                 self.backward(micro_loss * world)  # the exchange takes the mean over processes
-                micro_losses.append(micro_loss.detach())
-        loss = sum(micro_losses, torch.zeros_like(micro_losses[0]))
+                micro_losses[index - 1] = micro_loss.detach()
+        loss = micro_losses.sum()
         if world > 1:
             loss = accelerator.reduce(loss, "sum")
 

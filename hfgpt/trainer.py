@@ -53,6 +53,8 @@ class Pretrainer(PreparedRun):
             print("\n".join(self.plan.lines()), flush=True)
         batch = self.next_batch() if self.state.global_step < self.max_steps else None
         self.start_run()  # nothing is written for a run whose text fails at once
+        if self.evaluation_is_due:
+            self.evaluate_or_stop()
         while self.state.global_step < self.max_steps and not self.control.should_training_stop:
             mine, whole = batch or self.next_batch()
             batch = None
@@ -62,8 +64,8 @@ class Pretrainer(PreparedRun):
             why = why_stopped(self.handler.callbacks)
             print(f"ended at step {self.state.global_step} of {self.max_steps}: {why}", flush=True)
         missing = self.config.eval_steps and self.evaluation_step != self.max_steps == self.state.global_step
-        if missing and self.evaluate() is None:  # a signal broke it off before, and the checkpoint says so
-            self.stop(next(filter(None, self.host.gather(self.signals.fault()))))
+        if missing:
+            self.evaluate_or_stop()
         self.finish()
         if self.saver.failures:
             raise RunError(f"the checkpoint of step {self.state.global_step} could not be written; {self._way_on()}")
@@ -247,7 +249,7 @@ class Pretrainer(PreparedRun):
         self.skipped_rows.update(batch.skipped)
         self.run.record_text(step=step, batch_hash=batch_hash(batch.blocks), position=batch.position)
         self.updating = False
-        self.guard.add(Step(step, self.learning_rate(step), result, batch))
+        self.guard.add(Step(step, self.learning_rate(step), batch), result)
         for event in batch.retries:
             self._record(event="stream_retry", **event)
         if step == self.max_steps:
@@ -326,6 +328,11 @@ class Pretrainer(PreparedRun):
                 self.control.should_save |= self.config.save_best
             self._record(**metrics)
         return metrics
+
+    def evaluate_or_stop(self) -> None:
+        """An evaluation that a signal broke off before, as the checkpoint says. Another signal stops the run."""
+        if self.evaluate() is None:
+            self.stop(next(filter(None, self.host.gather(self.signals.fault()))))
 
     def save(self, at_end: bool = False) -> None:
         """Start a checkpoint of the model as it is: a Hub model folder that is also the point to resume from.

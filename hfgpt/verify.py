@@ -147,7 +147,7 @@ def _evaluation(folder: Path) -> tuple[float, float, tuple[np.ndarray, np.ndarra
     trainer, data = read_state(folder, "trainer_state"), read_state(folder, "data_state")
     if not trainer["evaluation"] or trainer["evaluation_step"] != trainer["step"]:
         raise UserError(f"there was no evaluation at step {trainer['step']}")
-    config = PretrainConfig.from_layers(trainer["config"])
+    config = PretrainConfig.of_run(trainer["config"])
     if config.document_masking:
         raise UserError("it was evaluated with documents masked from each other")
     blocks_per_step = data["fingerprint"]["blocks_per_step"]

@@ -435,6 +435,7 @@ def test_unequal_numbers_of_targets_weigh_as_in_one_batch(tmp_path, document_fol
         ({"FSDP_IGNORED_MODULES": "lm_head"}, "fsdp_ignored_modules: lm_head"),
         ({"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}, "use --torch_compile true"),
         ({"ACCELERATE_USE_DEEPSPEED": "true"}, "use FSDP2"),
+        ({"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}, "parallelism_config is not supported; take it out"),
     ],
 )
 def test_what_is_asked_of_the_launcher_and_not_done_is_refused(monkeypatch, settings, told):

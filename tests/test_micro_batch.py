@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 
 import pytest
 import torch
 from forked import completed
-from running import FORKED_TWO, hashes, records, same_weights
+from running import FORKED_TWO, StopAt, hashes, records, same_weights
+from test_checkpoint import sealed
 from test_distributed import FLAGS, lines
 
 from hfgpt import Pretrainer
@@ -74,6 +76,57 @@ def test_a_run_that_is_resumed_keeps_to_what_fitted(config, caplog):
     other = Pretrainer(stated)
     other.train()
     assert other.batch == Batch(8, 16, 2, 1)  # what is stated anew counts
+
+
+class Finds:
+    """In place of the measurement, whose result depends on what else the machine does: one size after another."""
+
+    def __init__(self, *sizes: int) -> None:
+        self.sizes = list(sizes)
+
+    def __call__(self, batch, *_):
+        size = self.sizes.pop(0)
+        return next(cut for cut in batch.cuts() if cut.micro_batch == size), f"micro-batch: {size}"
+
+
+@pytest.mark.parametrize("kind", [Pretrainer, Small])
+def test_a_micro_batch_found_by_measurement_is_kept_over_a_resume(config, monkeypatch, kind):
+    """Also the smaller one that was left after memory ran out."""
+    auto = {"per_device_train_batch_size": "auto"}
+    monkeypatch.setattr("hfgpt.prepared.fastest_that_fits", Finds(8, 8, 16))
+    whole = run(kind, config, "whole", **auto)
+    cut = {"tokens_per_step": 256, "gradient_accumulation_steps": None, "max_steps": 4, "eval_steps": 2, **auto}
+    with pytest.raises(KeyboardInterrupt):
+        kind(config("cut", **cut), [StopAt(3)]).train()
+    resumed = Pretrainer(config("cut", resume_from_checkpoint="latest", **cut))
+    resumed.train()
+    assert (
+        resumed.batch
+        == whole.batch
+        == Batch(8 if kind is Pretrainer else 4, 16, 256 // 16 // whole.batch.micro_batch, 1)
+    )
+    assert same_weights(whole, resumed) and hashes(whole) == hashes(resumed)
+    assert resumed.plan.batch == resumed.batch and resumed.plan.compile == whole.plan.compile
+    assert f"micro-batch: {whole.batch.micro_batch}, as in this run before" in resumed.plan.text
+    other = {**cut, "tokens_per_step": 512, "max_steps": 5, "accept_changed_text": True}
+    larger = Pretrainer(config("cut", resume_from_checkpoint="latest", **other))
+    larger.train()
+    assert larger.batch == Batch(16, 16, 2, 1)  # another step is measured again
+
+
+def test_a_micro_batch_found_for_other_processes_is_measured_again(config, monkeypatch):
+    monkeypatch.setattr("hfgpt.prepared.fastest_that_fits", Finds(8, 4))
+    first = run(Pretrainer, config, per_device_train_batch_size="auto")
+    state = first.run.checkpoint(4) / "training_state" / "trainer_state.json"
+    trainer = json.loads(state.read_text())
+    trainer["choices"]["processes"] = 2
+    state.write_text(json.dumps(trainer))
+    sealed(first.run.checkpoint(4))
+    again = Pretrainer(dataclasses.replace(first.config, max_steps=5, resume_from_checkpoint="latest"))
+    again.train()
+    assert again.batch.micro_batch == 4
+    [event] = [line for line in records(again, "event") if line["event"] == "resume"]
+    assert event["changed_settings"]["processes"] == {"from": 2, "to": 1}
 
 
 def test_memory_that_runs_out_elsewhere_is_told_with_the_way_out(config, monkeypatch):

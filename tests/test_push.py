@@ -325,6 +325,15 @@ def test_a_file_that_is_not_of_the_checkpoint_stays_even_under_a_name_of_the_mod
     assert hub._files(folder, "me/tiny", None, None, None).keys() == PUSHED
 
 
+@pytest.mark.parametrize("reason", [None, "the text is no longer that of the run: held_out differs"])
+def test_a_loss_that_could_not_be_checked_is_named(folder, client, monkeypatch, caplog, reason):
+    monkeypatch.setattr(hub, "verify", lambda folder: {"problems": [], "loss_not_checked": reason})
+    with HubServer({}, token=TOKEN) as server:
+        client(server)
+        hub.push(folder, "me/tiny")
+    assert ("its loss was not checked" in caplog.text) == bool(reason) and (reason or "") in caplog.text
+
+
 def test_weights_of_others_in_the_repository_are_told(folder, client, verified, caplog):
     with HubServer({}, token=TOKEN) as server:
         client(server)

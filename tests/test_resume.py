@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
 import torch
 from running import MODEL, StopAt, hashes, records, same_weights, trained
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, TrainerCallback
 
 from hfgpt import Pretrainer, UserError
+from hfgpt.errors import RunError
 
 
 @pytest.mark.parametrize("kind", ["memory", "documents"])
@@ -193,3 +195,66 @@ def test_rows_passed_over_are_counted_on_over_resumes(config, tmp_path):
     resumed = trained(config("cut", resume_from_checkpoint="latest", **options))
     counts = [records(run, "skipped_rows")[-1]["skipped_rows"] for run in (whole, resumed)]
     assert counts[0] == counts[1] and counts[0]["null"] > 100 and counts[0]["eval_null"] > 0
+
+
+def test_one_process_trains_again_in_another_precision_and_evaluates_between(config):
+    """As in a notebook: float32, bf16, float32, with what Accelerate keeps for a process renewed each time."""
+    from hfgpt.scoring import evaluate_checkpoint, score_text
+
+    first = trained(config("first", eval_steps=6))
+    lower = trained(config("lower", eval_steps=6, mixed_precision="bf16"))
+    assert lower.precision.name == lower.accelerator.mixed_precision == "bf16"
+    source = {"dataset": first.config.dataset, "name": None, "split": "train", "revision": None, "text_column": "text"}
+    checkpoint = str(first.run.checkpoint(6))
+    found = evaluate_checkpoint(checkpoint, lambda subject: score_text(subject, source))
+    assert found["precision"] == "float32" and found["loss"] > 0
+    again = trained(config("again", eval_steps=6))
+    assert same_weights(first, again) and not same_weights(first, lower)
+    assert again.accelerator.mixed_precision == "no"
+    assert [line["eval_loss"] for line in records(first, "eval_loss")] == [
+        line["eval_loss"] for line in records(again, "eval_loss")
+    ]
+
+
+def test_another_number_of_threads_at_resume_is_said_and_recorded(config, caplog):
+    before = torch.get_num_threads()
+    trained(config())
+    try:
+        torch.set_num_threads(before - 1 or 2)
+        resumed = trained(config(resume_from_checkpoint="latest", max_steps=7))
+    finally:
+        torch.set_num_threads(before)
+    [record] = records(resumed, "changed_settings")
+    used = resumed.choices["threads"]
+    expected = {"threads": {"from": before, "to": used}} if used != before else {}
+    assert record["changed_settings"] == {"max_steps": {"from": 6, "to": 7}, **expected}
+
+
+class SignalAt(TrainerCallback):
+    """As a signal that arrives at the end of a step, before its evaluation; at the step of a start: at once."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            self.signals.received = signal.SIGTERM
+
+    on_train_begin = on_step_end
+
+
+@pytest.mark.parametrize("last", [6, 7])
+def test_an_evaluation_that_a_signal_broke_off_is_made_up_for(config, last):
+    """Stopped in each evaluation, and in those that make up for one: the records of the run left alone."""
+    changes = {"eval_steps": 2, "max_steps": last, "save_steps": 3}
+    whole = trained(config("whole", **changes))
+    for step in (2, 2, 3, 4, 6, 6, last):
+        signalled = SignalAt(step)
+        run = Pretrainer(config("cut", resume_from_checkpoint="latest", **changes), [signalled])
+        signalled.signals = run.signals
+        with pytest.raises(RunError, match="SIGTERM; ended after step"):
+            run.train()
+    resumed = trained(config("cut", resume_from_checkpoint="latest", **changes))
+    assert same_weights(whole, resumed)
+    kept = [[(line["step"], line["eval_loss"]) for line in records(run, "eval_loss")] for run in (whole, resumed)]
+    assert kept[0] == kept[1] and [step for step, _ in kept[0]] == sorted({2, 4, 6, last})

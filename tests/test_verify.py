@@ -12,8 +12,11 @@ from safetensors.torch import load_file, save_file
 from test_checkpoint import sealed
 from typer.testing import CliRunner
 
+from hfgpt import verify as verify_module
 from hfgpt.cli import app
+from hfgpt.data.audit import audit
 from hfgpt.errors import RunError, UserError
+from hfgpt.run_folder import RunFolder
 from hfgpt.verify import verify
 
 
@@ -128,3 +131,38 @@ def test_the_command_fails_by_the_problems(copy):
 def test_a_folder_that_is_none_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"no config\.json"):
         verify(tmp_path)
+
+
+@pytest.fixture
+def of_two(folder, tmp_path):
+    """The run as two processes that state all of their step would have recorded it."""
+    run = shutil.copytree(folder.parent, tmp_path / "run", symlinks=True)
+    cut = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "tokens_per_step": 128}
+    facts, state = run / "run.json", run / "checkpoint-4" / "training_state" / "trainer_state.json"
+    recorded = json.loads(facts.read_text())
+    assert recorded["plan"]["tokens_per_step"] == 128
+    plan = {**recorded["plan"], "micro_batch": 2, "accumulation": 2, "processes": 2}
+    edit(facts, config={**recorded["config"], **cut}, plan=plan)
+    edit(state, config={**recorded["config"], **cut}, micro_batch=2)
+    sealed(run / "checkpoint-4")
+    return run
+
+
+@pytest.mark.parametrize("world", [None, "2", "3"])
+def test_a_run_of_other_processes_is_checked_by_what_it_recorded(of_two, monkeypatch, world):
+    if world:
+        monkeypatch.setenv("WORLD_SIZE", world)
+    assert audit(of_two)["problems"] == []
+    recorded, _, (inputs, _) = verify_module._evaluation(of_two / "checkpoint-4")
+    assert recorded == RunFolder(of_two).evaluation(4)["eval_loss"] and len(inputs)
+
+
+@pytest.mark.slow
+def test_a_recorded_loss_changed_by_hand_is_found_by_one_process(of_two):
+    assert verify(of_two / "checkpoint-4")["problems"] == []
+    state = of_two / "checkpoint-4" / "training_state" / "trainer_state.json"
+    evaluation = json.loads(state.read_text())["evaluation"]
+    edit(state, evaluation={**evaluation, "eval_loss": evaluation["eval_loss"] / 2})
+    sealed(of_two / "checkpoint-4")
+    facts = verify(of_two / "checkpoint-4")
+    assert any("recorded was" in problem for problem in facts["problems"]) and "loss_not_checked" not in facts

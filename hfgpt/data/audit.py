@@ -76,7 +76,7 @@ def _last_step(run: RunFolder) -> int:
 
 def _text_of(run: RunFolder, facts: dict[str, Any]) -> TextData:
     """The text of a run at its commit, in the tokenizer of its newest checkpoint."""
-    plan, config = facts["plan"], PretrainConfig.from_layers(facts["config"])
+    plan, config = facts["plan"], PretrainConfig.of_run(facts["config"])
     blocks_per_step = plan["micro_batch"] * plan["accumulation"] * plan["processes"]
     return prepare_again(config, blocks_per_step, facts["config"], facts["data"], next(iter(run.checkpoints()), None))
 
