@@ -90,8 +90,8 @@ def model_rows(tokenizer: Any) -> int:
     `len(tokenizer)` is less where ids are left out. A post-processor may add ids that no token has.
     """
     highest = max(tokenizer.get_vocab().values(), default=0)
-    if backend := getattr(tokenizer, "backend_tokenizer", None):
-        processors = [json.loads(backend.to_str())["post_processor"] or {}]
+    if processor := getattr(getattr(tokenizer, "backend_tokenizer", None), "post_processor", None):
+        processors = [json.loads(processor.__getstate__())]
         for processor in processors:
             processors += processor.get("processors", [])
             templates = processor.get("special_tokens", {})

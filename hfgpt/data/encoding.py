@@ -281,8 +281,10 @@ def _token_bytes(
 
     def bytes_of(token: str) -> bytes:
         if "ByteLevel" in kinds:
-            known = all(character in BYTE_OF for character in token)
-            return bytes(BYTE_OF[character] for character in token) if known else token.encode()
+            try:
+                return bytes(map(BYTE_OF.__getitem__, token))
+            except KeyError:
+                return token.encode()
         if "ByteFallback" in kinds and (byte := BYTE_TOKEN.fullmatch(token)):
             return bytes.fromhex(byte[1])
         for old, new in replaced:
