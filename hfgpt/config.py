@@ -211,7 +211,7 @@ class PretrainConfig:
             for name in ("model", "tokenizer"):
                 layers[0].pop(name, None)
         source = next((layer["dataset"] for layer in reversed(layers[1:]) if "dataset" in layer), None)
-        if source == "embedded" or (source and (os.path.exists(os.path.expanduser(source)) or glob.has_magic(source))):
+        if source == "embedded" or (source and (Path(source).expanduser().exists() or glob.has_magic(source))):
             for name in ("dataset_name", "dataset_split", "dataset_revision"):  # of the recipe's own Hub dataset
                 layers[0].pop(name, None)
         model = next((layer["model"] for layer in reversed(layers) if "model" in layer), None)
