@@ -57,7 +57,7 @@ def _of_kinds(dataset: str, found: list[str]) -> tuple[list[str], list[str]]:
         once.setdefault(_identity(file), file)
     notes = []
     if others:
-        names = ", ".join(sorted({os.path.basename(file) for file in others})[:MOST_NAMED])
+        names = ", ".join(sorted({_shown(os.path.basename(file)) for file in others})[:MOST_NAMED])
         more = ", ..." if len(others) > MOST_NAMED else ""
         notes.append(f"{len(others):,} file{'s' * (len(others) > 1)} of other kinds left out: {names}{more}")
     if again := len(usable) - len(once):
@@ -69,9 +69,13 @@ def _of_kinds(dataset: str, found: list[str]) -> tuple[list[str], list[str]]:
         what = "an empty folder" if os.path.isdir(path) else "no file" if not found else "folders alone"
         is_or = "is" if os.path.isdir(path) else "matches"
         raise UserError(f"dataset={dataset}: {is_or} {what}; give {KNOWN} files")
-    first = f"{os.path.basename(files[0])} is {other_kind(files[0])}"
+    first = f"{_shown(os.path.basename(files[0]))} is {other_kind(files[0])}"
     among = f" among {len(files):,} files" if len(files) > 1 else ""
     raise UserError(f"dataset={dataset}: no {KNOWN} file{among}: {first}")
+
+
+def _shown(name: str) -> str:
+    return name if name.isprintable() else ascii(name)
 
 
 def _identity(file: str) -> object:

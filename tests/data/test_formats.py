@@ -197,3 +197,19 @@ def test_settings_that_mean_nothing_for_the_text_are_refused_alike(tmp_path, set
             open_source(str(dataset), **{setting: value})
     if setting == "text_column":  # text files have none beside a file that has
         assert len(read(open_source(str(tmp_path), text_column=value))[0]) == 2
+
+
+def test_a_name_that_could_not_be_recorded_is_refused(tmp_path):
+    for number, name in enumerate((b"\xff\xfe.jsonl", b"two\nlines.jsonl")):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        (folder / "notes.md").write_text("x")
+        try:
+            write_jsonl(folder / os.fsdecode(name), ["text"])
+        except OSError:
+            pytest.skip("this file system takes no such name")
+        with pytest.raises(UserError, match="name is not printable UTF-8; rename it") as told:
+            open_source(str(folder))
+        assert str(told.value).isprintable() and str(told.value).encode()
+        write_jsonl(folder / "good.jsonl", ["good"])
+        assert read(open_source(str(folder), skip_bad_files=True))[0] == ["good"]
