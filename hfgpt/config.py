@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import dataclasses
 import difflib
+import glob
 import math
 import re
 import typing
@@ -26,11 +27,10 @@ AUTO = "auto"
 Schedule = Literal["cosine_with_min_lr", "warmup_stable_decay", "linear", "constant", "constant_with_warmup"]
 _LENGTHS = ("max_steps", "max_tokens", "num_train_epochs")
 _WITH_MIN_LR = ("cosine_with_min_lr", "warmup_stable_decay")
-# What a recipe says of its own text, and weights: of no use for another that is stated.
-_OF_ANOTHER = {
-    "dataset": ("dataset_name", "dataset_split", "dataset_revision", "text_column", "eval_dataset"),
-    "init_from": ("model", "tokenizer"),
-}
+# What a recipe says of its own Hub dataset, and weights: of no use for a local text, or other weights.
+_OF_ANOTHER = {"dataset": ("dataset_name", "dataset_split", "dataset_revision"), "init_from": ("model", "tokenizer")}
+# Settings that show only with the text whether they go with it.
+OF_THE_TEXT = ("dataset_name", "dataset_split", "dataset_revision", "text_column", "eval_dataset", "document_masking")
 
 
 POSITIVE, NOT_NEGATIVE, FRACTION = "greater than 0", "0 or more", "at least 0 and below 1"
@@ -204,7 +204,8 @@ class PretrainConfig:
         """The recipe's `defaults`, under `--config file.yaml`, under `--key value` of `argv` (default: sys.argv).
 
         `for_model`: further defaults where the model, or the size it starts from, is the one named. No default refuses
-        what is stated above it, but gives way (`gave_way`); those of another text or other weights do not count.
+        what is stated above it, but gives way (`gave_way`). Those of other weights, and of a Hub dataset where a local
+        one is stated, do not count.
         """
         parser = argparse.ArgumentParser(allow_abbrev=False, argument_default=argparse.SUPPRESS)
         parser.add_argument("--config", metavar="FILE.yaml", nargs="?", const="", help="settings under the same keys")
@@ -229,6 +230,8 @@ class PretrainConfig:
         for key, dependent in _OF_ANOTHER.items():
             if above.get(key) in (None, "none", "null", "None") or above[key] == recipe.get(key):
                 continue
+            if key == "dataset" and not _is_local(str(above[key])):  # a mirror, say, with the same parts
+                continue
             for name in dependent:
                 # A checkpoint's own tokenizer comes with its weights, where it has one.
                 if name in recipe and (name != "tokenizer" or _has_tokenizer(str(above[key]))):
@@ -237,7 +240,10 @@ class PretrainConfig:
         with contextlib.suppress(*NOT_CONVERTIBLE):
             model = convert(model, dict[str, Any]).get("size")
         config = cls.from_layers(*layers[1:], recipe=(recipe, (for_model or {}).get(str(model), {})))
-        config.gave_way.update({key: values for key, values in of_another.items() if key not in above})
+        changed = {
+            key: values for key, values in of_another.items() if key not in above and values.recipe != values.now
+        }
+        config.gave_way.update(changed)
         return config
 
     @classmethod
@@ -273,6 +279,18 @@ class PretrainConfig:
     def is_stated(self, key: str) -> bool:
         """Whether a value is not one that gives way, as a recipe's does."""
         return self.stated is None or key in self.stated
+
+    def without(self, error: UserError) -> PretrainConfig:
+        """With the library's own value for that of a recipe which `error` names. Raises `error` where it names none."""
+        key = re.split(r"\W", str(error), maxsplit=1)[0]
+        if key not in OF_THE_TEXT or self.is_stated(key):
+            raise error
+        recipe, default = getattr(self, key), self.__dataclass_fields__[key].default
+        if recipe == default:
+            raise error
+        new = self.settled(**{key: default})
+        new.gave_way[key] = GaveWay(recipe, default)
+        return new
 
     def settled(self, **facts: Any) -> PretrainConfig:
         """With `facts` that are as if they were stated: what was not stated gives way to them, as in `from_layers`."""
@@ -486,6 +504,10 @@ def _model(values: dict[str, Any]) -> dict[str, Any]:
         if isinstance(model, str) and not model.lstrip().startswith("{")
         else convert(model, dict[str, Any])
     )
+
+
+def _is_local(dataset: str) -> bool:
+    return dataset == "embedded" or glob.has_magic(dataset) or Path(dataset).expanduser().exists()
 
 
 def _has_tokenizer(init_from: str) -> bool:

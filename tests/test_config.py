@@ -230,9 +230,8 @@ RECIPE = {
         ({}, {"init_from": "{nanogpt}"}, {"tokenizer": "char", "model": "auto"}),
         ({}, {"init_from": "{without}"}, {"tokenizer": "char", "model": "auto"}),
         ({}, {"init_from": "some/model"}, {"tokenizer": "auto", "model": "auto"}),
-        ({"dataset": "x/y", "dataset_name": "a", "dataset_split": "b", "text_column": "c", "eval_dataset": "d"},
-         {"dataset": "z.txt"},
-         {"dataset_name": None, "dataset_split": "train", "text_column": "text", "eval_dataset": None}),
+        ({"dataset": "x/y", "dataset_name": "a", "dataset_split": "b"}, {"dataset": "{without}"},
+         {"dataset_name": None, "dataset_split": "train"}),
         ({"dataset": "x/y", "dataset_name": "a"}, {"dataset": "x/y"}, {"dataset_name": "a"}),
     ],
 )  # fmt: skip

@@ -209,6 +209,20 @@ def test_a_recipes_document_masking_gives_way_to_a_tokenizer_without_separator(c
         Pretrainer(PretrainConfig.from_cli(recipe, [*flags, "--document_masking", "true"])).setup()
 
 
+def test_what_a_recipe_says_of_its_own_text_gives_way_to_the_text_that_is_stated(config, tmp_path):
+    (tmp_path / "a.jsonl").write_text("".join(f'{{"text": "line {n} of a text"}}\n' for n in range(500)))
+    values = {key: value for key, value in config().to_dict().items() if value is not None}
+    recipe = {**values, "dataset": "user/corpus", "dataset_name": "part", "text_column": "content"}
+    recipe["eval_dataset"] = "validation"
+    for file in (tmp_path / "a.jsonl", tmp_path / "text.txt"):
+        run = Pretrainer(PretrainConfig.from_cli(recipe, ["--dataset", str(file)]))
+        run.setup()
+        gave_way = {key: now for key, (_, now) in run.config.gave_way.items()}
+        assert gave_way == {"dataset_name": None, "text_column": "text", "eval_dataset": None}
+    with pytest.raises(UserError, match="text_column=content"):
+        Pretrainer(PretrainConfig.from_cli(recipe, ["--dataset", str(file), "--text_column", "content"])).setup()
+
+
 HUB_RUN = """
 import sys
 from hfgpt import PretrainConfig, Pretrainer, run_recipe
