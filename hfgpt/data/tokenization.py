@@ -60,7 +60,8 @@ def load_tokenizer(name: str, texts: Callable[[], Iterable[str]], model_max_leng
     try:
         with quiet_hub():
             tokenizer = AutoTokenizer.from_pretrained(name, **options)
-        assert tokenizer.is_fast, "it has no tokenizer.json"
+        if not tokenizer.is_fast:
+            raise UserError("it has no tokenizer.json")
     except Exception as error:  # each broken or missing tokenizer fails in its own way
         reason = str(error).strip().split("\n")[0]
         raise UserError(

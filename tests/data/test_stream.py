@@ -417,7 +417,7 @@ def test_changed_settings_are_named(stream):
 
 def test_position_of_another_number_of_streams_is_refused(tmp_path):
     stream = document_stream(tmp_path / "text")
-    with pytest.raises(AssertionError, match="position of 2 streams"):
+    with pytest.raises(UserError, match="position of 2 streams"):
         next(iterate(stream, {"streams": [[0, 0, 0, 0]] * 2}))
 
 
