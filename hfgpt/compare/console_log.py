@@ -54,6 +54,8 @@ def read_log(path: Path, tokens_per_step: int | None = None) -> PastRun:
     standing for those since the last; where an evaluation or a start lies in it, which nanoGPT's clock includes, the
     median stands instead.
     """
+    if not path.is_file():
+        raise UserError(f"run {path}: not a regular file; give a run's output_dir, or a console log")
     try:
         text = path.read_bytes().decode("utf-8", errors="replace")
     except OSError as error:

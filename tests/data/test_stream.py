@@ -382,7 +382,7 @@ def test_workers_end_with_a_killed_main_process(tmp_path):
         main.kill()
         main.wait()
     workers = [path.stem for path in tmp_path.glob("*.worker")]
-    assert wait_for(lambda: not any(running(worker) for worker in workers), 10), workers
+    assert wait_for(lambda: not any(running(worker) for worker in workers), 60), workers
 
 
 def running(process):
