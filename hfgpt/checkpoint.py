@@ -18,6 +18,7 @@ from typing import Any
 import xxhash
 
 from hfgpt.errors import RunError, UserError
+from hfgpt.files import read_text_file
 from hfgpt.run_folder import BEST, LATEST, RunFolder, remove, write_json
 from hfgpt.training_state import STATE, read_state
 
@@ -209,7 +210,7 @@ class Saver:
 def fault(folder: Path, required: Sequence[str] = REQUIRED) -> str | None:
     """What is wrong with a checkpoint folder by its manifest, or None when it is whole and has what is `required`."""
     try:
-        files = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]
+        files = json.loads(read_text_file(folder / MANIFEST))["files"]
         for name in required:
             if name not in files:
                 return f"{MANIFEST} does not name {name}"

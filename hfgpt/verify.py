@@ -21,6 +21,7 @@ from hfgpt.data import prepare_again
 from hfgpt.data.tokenization import has_tokenizer
 from hfgpt.errors import UserError
 from hfgpt.evaluation import scored_blocks, windows
+from hfgpt.files import read_text_file
 from hfgpt.training_state import STATE, read_state
 
 # How far the loss may be from the one recorded: training may have evaluated in 16 bits, here it is float32.
@@ -108,8 +109,8 @@ def verify(folder: str | Path) -> dict[str, Any]:
     missing = [name for name in ("model.safetensors", "generation_config.json") if not (folder / name).is_file()]
     problems += [f"{name} is missing" for name in missing]
     for path in sorted(folder.glob("*.json")):
-        with contextlib.suppress(OSError, ValueError):
-            if "auto_map" in json.loads(path.read_text(encoding="utf-8")):
+        with contextlib.suppress(OSError, ValueError, RecursionError, TypeError):
+            if "auto_map" in json.loads(read_text_file(path)):
                 problems.append(f"{path.name} asks for code from elsewhere (auto_map)")
     if not has_tokenizer(folder):
         problems.append("there is no tokenizer in the folder; stock transformers makes an empty one up")

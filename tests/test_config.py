@@ -306,4 +306,4 @@ def test_a_recipes_choice_within_its_hub_dataset_does_not_count_for_a_local_one(
     for dataset in ("embedded", str(tmp_path), f"{tmp_path}/*.txt"):
         assert PretrainConfig.from_cli(recipe, ["--dataset", dataset]).dataset_name is None
         assert PretrainConfig.from_cli(recipe, ["--dataset", dataset, "--dataset_name", "x"]).dataset_name == "x"
-    assert PretrainConfig.from_cli(recipe, ["--dataset", "user/other"]).dataset_name is None
+    assert PretrainConfig.from_cli(recipe, ["--dataset", "user/mirror"]).dataset_name == "sample"

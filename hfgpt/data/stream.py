@@ -143,7 +143,8 @@ class DocumentStream:
 
     def steps(self, position: dict[str, Any], first: int, last: int) -> Iterator[StepBatch]:
         """Blocks of the streams `first` to `last` of each step from `position` on, stream after stream."""
-        assert len(position["streams"]) == self.streams, f"position of {len(position['streams'])} streams"
+        if (streams_then := len(position["streams"])) != self.streams:
+            raise UserError(f"resume_from_checkpoint: position of {streams_then} streams, and there are {self.streams}")
         streams = [self._packed(i, position["streams"][i]) for i in range(first, last)]
         return map(side_by_side, zip(*streams))  # noqa: B905 all are endless
 
@@ -388,4 +389,5 @@ def merge_positions(positions: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})
