@@ -273,7 +273,7 @@ class Pretrainer(PreparedRun):
         if self.accelerator.is_main_process:
             trainer, fingerprint = self._trainer_state(), self.data.train.fingerprint
             data = {"fingerprint": fingerprint, "position": self.position}
-            card = model_card(self.facts, fingerprint, trainer)
+            card = model_card(self.facts, fingerprint, trainer, tokenizer=self.data.tokenizer)
             files = partial(model_state.write_files, self.raw_model, self.data.tokenizer, tensors, trainer, data, card)
             self.saver.start(step, files, rotate=self.guard.skipped_in_a_row == 0)
         self.mfu_callback.on_save(self.args, self.state, self.control)  # the copy is outside the clock
