@@ -126,6 +126,26 @@ def model_config(
     return config
 
 
+def special_ids(tokenizer: Any) -> dict[str, int | None]:
+    """The ids of a tokenizer's bos, eos, pad and unk, as model and tokenizer of a checkpoint state them.
+
+    Batches need a pad token, CTranslate2 wants bos and unk: where the tokenizer has none, another of these stands for
+    it, as end-of-text does in GPT-2. Nothing stands for an eos, which ends texts, nor for all four (characters): an
+    id more would be a row more, and a token of text that becomes special is left out of decoded text.
+    """
+    bos, eos, pad, unk = (getattr(tokenizer, f"{name}_token_id", None) for name in ("bos", "eos", "pad", "unk"))
+
+    def first(*ids: int | None) -> int | None:
+        return next((i for i in ids if i is not None), None)
+
+    return {
+        "bos_token_id": first(bos, eos),
+        "eos_token_id": eos,
+        "pad_token_id": first(pad, eos, bos, unk),
+        "unk_token_id": first(unk, eos, bos, pad),
+    }
+
+
 def fields_of(config: GPT2Config) -> dict[str, Any]:
     """The fields from which `model_config` makes `config` again. Raises UserError for values that cannot work.
 

@@ -44,7 +44,7 @@ def import_nanogpt(checkpoint: Path, folder: Path, tokenizer_name: str | None, t
         model = new_model(fields_of(model.config), tokenizer, seed=0, weights=model.state_dict())
     story = f"imported with hfgpt from {origin}."
     count = parameter_counts(model.config).total
-    write_folder(folder, partial(_write, model, tokenizer, plain_card(folder.name, count, story)))
+    write_folder(folder, partial(_write, model, tokenizer, plain_card(folder.name, count, story, tokenizer)))
     return [*said, _written(folder, model, tokenizer)]
 
 
@@ -76,7 +76,7 @@ def export(checkpoint: Path, folder: Path, dtype: str = "float32", untie_head: b
     text = readme.read_text(encoding="utf-8") if readme.is_file() else None
     count = parameter_counts(model.config).total
     story = f"exported with hfgpt from {checkpoint.resolve().name}."
-    text = exported(text, dtype, count) if text else plain_card(folder.name, count, story)
+    text = exported(text, dtype, count) if text else plain_card(folder.name, count, story, tokenizer)
     write_folder(folder, partial(_write, model, tokenizer, text))
     return [*said, _written(folder, model, tokenizer)]
 

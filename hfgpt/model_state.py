@@ -24,6 +24,7 @@ from hfgpt.data.tokenization import save_tokenizer
 from hfgpt.distributed import HostGroup, from_main
 from hfgpt.errors import UserError
 from hfgpt.files import read_text_file
+from hfgpt.modeling_hfgpt import own_names
 from hfgpt.run_folder import write_json
 from hfgpt.training_state import STATE
 
@@ -94,7 +95,8 @@ def _read_for(model: PreTrainedModel, state: dict[str, Any], folder: Path) -> di
     """`weights` by parameter name and `optimizer` in the form of `state`, from a checkpoint that has the same."""
     try:
         saved = json.loads(read_text_file(folder / "config.json"))
-        weights, moments = load_file(folder / "model.safetensors"), load_file(folder / STATE / "optimizer.safetensors")
+        weights = own_names(load_file(folder / "model.safetensors"))
+        moments = load_file(folder / STATE / "optimizer.safetensors")
     except (OSError, ValueError, RecursionError, SafetensorError) as error:
         raise UserError(f"resume_from_checkpoint={folder}: cannot be read ({error}); take another one") from error
     if not all(value.isfinite().all() for value in [*weights.values(), *moments.values()]):

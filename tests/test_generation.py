@@ -304,7 +304,7 @@ def test_a_checkpoint_that_lacks_weights_is_refused(checkpoint):
     from safetensors.torch import load_file, save_file
 
     weights = load_file(checkpoint / "model.safetensors")
-    del weights["transformer.h.1.mlp.c_fc.weight"]
+    del weights["h.1.mlp.c_fc.weight"]
     save_file(weights, checkpoint / "model.safetensors", metadata={"format": "pt"})
     assert "transformer.h.1.mlp.c_fc.weight" in refusal(checkpoint)
 

@@ -62,7 +62,7 @@ def test_a_folder_without_training_state_is_checked_but_for_its_loss(copy):
 
 
 def without(tensors):
-    return {name: value for name, value in tensors.items() if name != "transformer.h.0.ln_1.weight"}
+    return {name: value for name, value in tensors.items() if name != "h.0.ln_1.weight"}
 
 
 def louder(tensors):
@@ -70,7 +70,7 @@ def louder(tensors):
 
 
 def broken(tensors):
-    return {**tensors, "transformer.ln_f.bias": torch.full_like(tensors["transformer.ln_f.bias"], float("nan"))}
+    return {**tensors, "ln_f.bias": torch.full_like(tensors["ln_f.bias"], float("nan"))}
 
 
 def rewrite(change):
@@ -82,7 +82,7 @@ def rewrite(change):
 
 
 def narrower(tensors):
-    return {**tensors, "transformer.ln_f.bias": tensors["transformer.ln_f.bias"][:-1]}
+    return {**tensors, "ln_f.bias": tensors["ln_f.bias"][:-1]}
 
 
 def surprising(folder):
