@@ -436,6 +436,7 @@ def test_unequal_numbers_of_targets_weigh_as_in_one_batch(tmp_path, document_fol
     ],
 )
 def test_what_is_asked_of_the_launcher_and_not_done_is_refused(monkeypatch, settings, told):
+    monkeypatch.setattr("hfgpt.distributed._sharding", False)
     for key, value in {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", **settings}.items():
         monkeypatch.setenv(key, value)
     with pytest.raises(UserError, match=re.escape(told)):
@@ -445,11 +446,13 @@ def test_what_is_asked_of_the_launcher_and_not_done_is_refused(monkeypatch, sett
 def test_what_is_done_another_way_is_said(monkeypatch, caplog):
     settings = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT"}
     settings |= {"FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP", "ACCELERATE_DYNAMO_BACKEND": "NO"}
+    monkeypatch.setattr("hfgpt.distributed._sharding", False)
     for key, value in settings.items():
         monkeypatch.setenv(key, value)
     assert take_sharding()
     assert "fsdp_state_dict_type SHARDED_STATE_DICT" in caplog.text and "auto_wrap" not in caplog.text
-    assert not take_sharding()  # what is served is asked for once
+    assert "ACCELERATE_USE_FSDP" not in os.environ  # Accelerate would serve it in its own way
+    assert take_sharding()  # for a second run in this process, too
 
 
 WHOLE = """
