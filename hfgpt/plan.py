@@ -88,7 +88,10 @@ class Plan:
             ),
             *([("weights", f"begun from {config.init_from}")] if config.init_from else []),
             *(
-                ("changed", f"{key}: {now}, as the recipe's {recipe} does not go with what is stated")
+                (
+                    "changed",
+                    f"{key}: {'left out' if now is None else now}, as the recipe's {recipe} does not go with what is stated",
+                )
                 for key, (recipe, now) in config.gave_way.items()
             ),
             *(("text", line) for line in self.text),
