@@ -127,7 +127,7 @@ def model_config(
 
 
 def special_ids(tokenizer: Any) -> dict[str, int | None]:
-    """The ids of a tokenizer's bos, eos, pad and unk, as model and tokenizer of a checkpoint state them.
+    """The ids of a tokenizer's bos, eos, pad and unk, as a checkpoint states them.
 
     Batches need a pad token, CTranslate2 wants bos and unk: where the tokenizer has none, another of these stands for
     it, as end-of-text does in GPT-2. Nothing stands for an eos, which ends texts, nor for all four (characters): an

@@ -33,7 +33,7 @@ _GENERATION_ARGS = inspect.signature(GenerationMixin.prepare_inputs_for_generati
 CACHE_NAME = "cache" if "cache" in _GENERATION_ARGS else "past_key_values"
 SOFTMAX_ROWS = 128  # tokens whose softmax exists at a time in an evaluation that is not compiled
 HEAD_CHUNK_SIZE = 1024  # tokens whose logits exist at a time in the loss of a model that is not compiled
-PREFIX = "transformer."  # of all parameters but the head's, here and in the files of our earlier versions
+PREFIX = "transformer."  # of all parameters but the head's; our files had it too, and have it with an untied head
 PRODUCT_ATTENTION_LENGTH = 512  # up to which `product_attention` is the faster one
 
 
@@ -267,11 +267,13 @@ class GPT2LMHeadModel(PreTrainedModel, GenerationMixin):
     ) -> Any:
         """As the base's, with the parameter names of OpenAI's own file: `wte.weight`, not `transformer.wte.weight`.
 
-        Stock transformers reads both, mlx-lm only these. A block that is compiled by itself keeps its names, without
+        Stock transformers reads both, mlx-lm only these. A head of its own is in no such file, and transformers 4
+        reads it only beside names with the prefix. A block that is compiled by itself keeps its names, without
         torch.compile's prefix.
         """
+        prefix = PREFIX if self.config.tie_word_embeddings else ""
         state = self.state_dict() if state_dict is None else state_dict
-        state = {name.replace("_orig_mod.", "").removeprefix(PREFIX): value for name, value in state.items()}
+        state = {name.replace("_orig_mod.", "").removeprefix(prefix): value for name, value in state.items()}
         return super().save_pretrained(save_directory, is_main_process, state, **options)
 
     @functools.wraps(GenerationMixin.prepare_inputs_for_generation)  # `generate` looks at the signature
@@ -355,7 +357,10 @@ def new_model(
     torch.manual_seed(seed)
     ids = special_ids(tokenizer)
     del ids["unk_token_id"]  # a model knows none
+    # Stock transformers takes an input that begins with the model's pad token for padded, and warns.
+    pad, ids["pad_token_id"] = ids["pad_token_id"], tokenizer.pad_token_id
     model = GPT2LMHeadModel(model_config(size, vocab_size=model_rows(tokenizer), **ids))
+    model.generation_config.pad_token_id = pad
     if weights and model.device.type != "meta":  # where it is a shape alone
         model.load_state_dict(weights)
     return model

@@ -181,9 +181,11 @@ def _surprises(found: dict[str, Any]) -> list[str]:
         if found[one] != found[other]:
             problems.append(f"{one} is {found[one]}, {other} {found[other]}")
     for key, (in_tokenizer, in_config, in_generation) in found["ids"].items():
-        for file, value in (("config.json", in_config), ("generation_config.json", in_generation)):
-            if value != in_tokenizer:
-                problems.append(f"{key} is {value} in {file}, {in_tokenizer} in the tokenizer")
+        # A pad token that only stands for one is not in the model's configuration, as in GPT-2's.
+        if in_config not in ({in_tokenizer, None} if key == "pad_token_id" else {in_tokenizer}):
+            problems.append(f"{key} is {in_config} in config.json, {in_tokenizer} in the tokenizer")
+        if in_generation != in_tokenizer:
+            problems.append(f"{key} is {in_generation} in generation_config.json, {in_tokenizer} in the tokenizer")
     has_special_tokens = found.pop("has_special_tokens")
     if found["padding_side"] != "left":
         problems.append(f"the tokenizer pads at the {found['padding_side']}, where a batch of prompts gets wrong text")
