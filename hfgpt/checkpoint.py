@@ -226,7 +226,7 @@ def fault(folder: Path, required: Sequence[str] = REQUIRED) -> str | None:
                 return f"{name} is damaged (its hash differs from the one in {MANIFEST})"
     except FileNotFoundError:
         return f"{MANIFEST} is missing: it was not written to its end"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:  # links in a circle, too
         return f"{MANIFEST} is unreadable: {error}"
     return None
 

@@ -459,7 +459,7 @@ class PretrainConfig:
             )
         try:
             n_positions = math.inf if self.model == AUTO else model_fields(self.model).get("n_positions", 1024)
-            if self.sequence_length > n_positions:
+            if self.sequence_length > n_positions and "sequence_length" not in unreadable:
                 problems.append(
                     f"sequence_length={self.sequence_length} is above the model's n_positions={n_positions}; "
                     f'shorten it, or set --model \'{{"size": .., "n_positions": {self.sequence_length}}}\''

@@ -308,7 +308,7 @@ def damage(run: Path, name: str, way: str, at: int, value: object) -> None:
         place = at % max(1, len(content))
         flipped = content[:place] + bytes([content[place] ^ (1 + at % 255)]) + content[place + 1 :] if content else b""
         path.write_bytes({"cut": content[:place], "empty": b"", "flip": flipped, "bytes": b"\xff\xfe\0" * 9}[way])
-    elif way in ("json", "key", "lines", "nested") and path.suffix in (".json", ".jsonl"):
+    elif way in ("json", "key", "lines", "nested") and path.suffix in (".json", ".jsonl") and path.is_file():
         lines = content.splitlines() if path.suffix == ".jsonl" else [content]
         chosen = at % len(lines) if lines else 0
         if way == "nested":
@@ -452,6 +452,7 @@ def a_command_ends(sound: Path, faults: Faults, monkeypatch, what) -> None:
 def test_commands_end_in_one_line(sound, monkeypatch):
     monkeypatch.setattr("hfgpt.verify.subprocess.run", in_this_process)
     monkeypatch.setattr("sys.stdin", io.StringIO("text"))
+    monkeypatch.setattr("hfgpt.hub.check_access", lambda repository: "no token")
     faults = Faults()
     a_command_ends(sound, faults, monkeypatch)
     assert not faults, f"\n{faults}"

@@ -91,10 +91,13 @@ class MemoryBlocks:
         order = self._epoch_starts(epoch)
         left = order[int(position["block"]) :]
         while True:
-            while len(left) < self.blocks_per_step:
+            orders, count = [left], len(left)
+            while count < self.blocks_per_step:
                 epoch += 1
                 order = self._epoch_starts(epoch)
-                left = np.concatenate((left, order))
+                orders.append(order)
+                count += len(order)
+            left = np.concatenate(orders)
             blocks = sliding_window_view(self.tokens, self.sequence_length + 1)[left[first:last]]
             left = left[self.blocks_per_step :]
             yield StepBatch(blocks, {"epoch": epoch, "block": len(order) - len(left)})
