@@ -90,7 +90,8 @@ class Plan:
             *(
                 (
                     "changed",
-                    f"{key}: {'left out' if now is None else now}, as the recipe's {recipe} does not go with what is stated",
+                    f"{key}: {'left out' if now is None else now}, "
+                    f"as the recipe's {recipe} does not go with what is stated",
                 )
                 for key, (recipe, now) in config.gave_way.items()
             ),
