@@ -152,6 +152,7 @@ def of_two(folder, tmp_path):
 def test_a_run_of_other_processes_is_checked_by_what_it_recorded(of_two, monkeypatch, world):
     if world:
         monkeypatch.setenv("WORLD_SIZE", world)
+        monkeypatch.setenv("RANK", "0")
     assert audit(of_two)["problems"] == []
     recorded, _, (inputs, _) = verify_module._evaluation(of_two / "checkpoint-4")
     assert recorded == RunFolder(of_two).evaluation(4)["eval_loss"] and len(inputs)
