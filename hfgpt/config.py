@@ -112,6 +112,10 @@ class GaveWay(NamedTuple):
     recipe: Any
     now: Any
 
+    def __str__(self) -> str:
+        now = "left out" if self.now is None else self.now
+        return f"{now}, as the recipe's {self.recipe} does not go with what is stated"
+
 
 @dataclass(frozen=True)
 class PretrainConfig:
