@@ -20,7 +20,7 @@ from hfgpt.data.stream import StepBatch, batch_hash, side_by_side
 from hfgpt.device import compiler_fault, peak_memory_bytes, remove_broken_code
 from hfgpt.errors import RunError, UserError, first_line, told_by
 from hfgpt.evaluation import evaluate
-from hfgpt.guard import MAX_SKIPPED_STEPS, Step, StepResult
+from hfgpt.guard import Step, StepResult
 from hfgpt.hub import push_trained
 from hfgpt.micro_batch import MemoryRanOut, out_of_memory_named, release_memory
 from hfgpt.model_card import model_card
@@ -108,8 +108,7 @@ class Pretrainer(PreparedRun):
         except (Exception, SystemExit, Interrupted) as error:
             if self.ended or not self.started:
                 raise
-            skipped, failures = self.guard.skipped_in_a_row, self.saver.failures
-            given_up = skipped == MAX_SKIPPED_STEPS or failures >= self.saver.max_failures
+            given_up = self.guard.has_given_up or self.saver.failures >= self.saver.max_failures
             lost = [] if given_up else self._save_at_fault()
             fault: BaseException = error
             if isinstance(error, Interrupted):

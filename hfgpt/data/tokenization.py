@@ -130,4 +130,4 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: str | os.PathLike
     for key, i in special_ids(tokenizer).items():
         if i is not None and config.get(name := key.removesuffix("_id")) is None:
             config[name] = content[i]
-    path.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(config, indent=2, ensure_ascii=False, sort_keys=True) + "\n", encoding="utf-8")
