@@ -128,7 +128,7 @@ YAML_FILES = [
 FLAGS = st.lists(st.tuples(st.sampled_from([*SETTINGS, "config", "n", "", "max-steps"]), ODD), max_size=4)
 
 
-@tries(suite=250)
+@tries(suite=150)
 @given(
     flags=FLAGS, content=st.one_of(st.none(), st.sampled_from(YAML_FILES), st.binary(max_size=60)), equals=st.booleans()
 )
@@ -182,7 +182,7 @@ MODELS = st.sampled_from([
 ])  # fmt: skip
 
 
-@tries(suite=30, part=0.2)
+@tries(suite=20, part=0.2)
 @given(flags=RUN_FLAGS, model=MODELS, lengths=st.sampled_from([{"max_steps": 2}, {"num_train_epochs": 0.01}]))
 def a_run_trains(folder: Path, text: Path, faults: Faults, flags, model, lengths) -> None:
     argv = [f"--{key}={value}" for key, value in flags.items()]
@@ -400,7 +400,7 @@ def sound(tmp_path_factory):
     return folder
 
 
-@tries(suite=150)
+@tries(suite=60)
 @given(what=command_lines())
 def a_command_ends(sound: Path, faults: Faults, monkeypatch, what) -> None:
     line, damages, is_listed = what

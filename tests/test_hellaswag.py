@@ -222,7 +222,7 @@ def test_a_broken_row_is_named(tokenizer, tmp_path, changes, told):
         (json.dumps(ROW) + "\n\n{nonsense\n", "row 3: not JSON"),
         (json.dumps(ROW) + "\n[1]\n", "row 2: not an object"),
         (json.dumps({"text": "a", "label": 1}), "row 1: has no ctx, endings; its fields are text, label"),
-        ("<html>", "row 1: not JSON"),
+        ("<html>", "rows.jsonl is a web page"),
     ],
 )
 def test_a_broken_file_is_named(tokenizer, tmp_path, content, told):
@@ -237,7 +237,11 @@ def test_other_files_are_named(tokenizer, tmp_path):
     (tmp_path / "rows.txt").write_text("text")
     (tmp_path / "rows.parquet").write_bytes(b"PAR1 but not for long")
     (tmp_path / "latin.jsonl").write_bytes(b'{"ctx": "\xe9"}')
-    for name, told in (("rows.txt", "no rows"), ("rows.parquet", "cannot be read"), ("latin.jsonl", "row 1: not JSON")):
+    for name, told in (
+        ("rows.txt", "no rows"),
+        ("rows.parquet", "cannot be read"),
+        ("latin.jsonl", "not a JSON object"),
+    ):
         with pytest.raises(UserError, match=told):
             scored(model, tokenizer, str(tmp_path / name))
     with pytest.raises(UserError, match=r"did you mean .*rows.txt"):

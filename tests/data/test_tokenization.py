@@ -117,7 +117,8 @@ def test_token_bytes_of_another_kind_are_unknown():
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
     encoder = Encoder(PreTrainedTokenizerFast(tokenizer_object=backend))
     documents = encoder.documents(["a a", "a b"])
-    assert encoder.byte_lengths(documents) is None and "spaces" in encoder.why_no_bytes(documents)
+    assert encoder.byte_lengths(documents) is None and "spaces" in encoder.why_no_bytes(documents[:1])
+    assert "does not represent 1 of 2 documents" in encoder.why_no_bytes(documents)
     assert [dict(document.lost) for document in documents] == [{}, {"changed_documents": 1, "unknown_tokens": 1}]
 
 
