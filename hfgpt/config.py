@@ -16,10 +16,10 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 import yaml
 
-from hfgpt.configuration_hfgpt import MODEL_SIZES, model_fields
-from hfgpt.convert import NOT_CONVERTIBLE, convert, describe
+from hfgpt.distributed.launcher import ranks
 from hfgpt.errors import UserError
-from hfgpt.launched import ranks
+from hfgpt.field_types import NOT_CONVERTIBLE, convert, describe
+from hfgpt.model.configuration_gpt2 import MODEL_SIZES, model_fields
 
 Auto = Literal["auto"]
 AUTO = "auto"

@@ -29,7 +29,7 @@ def main() -> None:
     pretrainer = Pretrainer(config)
     pretrainer.train()
     if pretrainer.accelerator.is_main_process:
-        from hfgpt.generation import generate, load_checkpoint
+        from hfgpt.evaluation.generate import generate, load_checkpoint
 
         model, tokenizer = load_checkpoint(f"{config.output_dir}/checkpoint-latest")
         prompt = tokenizer.decode(pretrainer.data.validation[:12], skip_special_tokens=True)

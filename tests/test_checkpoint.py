@@ -14,10 +14,10 @@ import pytest
 from running import records, trained
 from safetensors.torch import load_file, save_file
 
-from hfgpt.checkpoint import MANIFEST, REQUIRED, fault, file_facts, find_checkpoint, write_checkpoint
+from hfgpt.checkpointing.checkpoint import MANIFEST, REQUIRED, fault, file_facts, find_checkpoint, write_checkpoint
+from hfgpt.checkpointing.run_folder import RunFolder
 from hfgpt.errors import UserError
-from hfgpt.generation import load_checkpoint
-from hfgpt.run_folder import RunFolder
+from hfgpt.evaluation.generate import load_checkpoint
 
 
 def fill(folder, run_id="this", eval_loss=None):
@@ -282,7 +282,7 @@ def test_links_in_the_run_folder_lead_to_no_file_outside(config, tmp_path):
 def test_an_evaluation_that_is_not_finite_is_not_the_best(config, monkeypatch):
     losses = iter([5.0, 3.0, 4.0, nan, 9.0])
     rest = {"eval_bits_per_byte": None, "eval_tokens": 9, "eval_seconds": 1.0}
-    monkeypatch.setattr("hfgpt.trainer.evaluate", lambda *_, **__: {"eval_loss": next(losses), **rest})
+    monkeypatch.setattr("hfgpt.training.pretrainer.evaluate", lambda *_, **__: {"eval_loss": next(losses), **rest})
     run = trained(config(max_steps=10, eval_steps=2, save_steps=2, save_total_limit=2)).run
     assert [path.name for path in run.checkpoints()] == ["checkpoint-10", "checkpoint-4"]
 

@@ -46,7 +46,7 @@ def test_wrong_use_is_one_line_and_code_2(monkeypatch, capsys):
     assert ending(capsys, wrong) == (2, lines)
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr("hfgpt.ending.SECONDS_FOR_MAIN", 0.1)  # in which a launcher would have ended it
+    monkeypatch.setattr("hfgpt.cli.run_recipe.SECONDS_FOR_MAIN", 0.1)  # in which a launcher would have ended it
     assert ending(capsys, wrong) == (2, [lines[0].replace("error: ", "error: process 1 of 2: ")])
 
 
@@ -106,8 +106,8 @@ def test_generate_prints_the_samples_of_the_library(monkeypatch, capsys, tmp_pat
     from transformers import GPT2Config
 
     from hfgpt.data.tokenization import load_tokenizer, save_tokenizer
-    from hfgpt.generation import generate, load_checkpoint
-    from hfgpt.modeling_hfgpt import GPT2LMHeadModel
+    from hfgpt.evaluation.generate import generate, load_checkpoint
+    from hfgpt.model.modeling_gpt2 import GPT2LMHeadModel
 
     tokenizer = load_tokenizer("char", lambda: ["abcdefgh"], model_max_length=8)
     config = GPT2Config(

@@ -14,12 +14,12 @@ from conftest import SHARED
 from running import StopAt, trained
 
 from hfgpt import Pretrainer, UserError, cli
-from hfgpt.compare import compare, read_runs
-from hfgpt.compare.console_log import NANOGPT_PEAK_TFLOPS
-from hfgpt.compare.noise import FLOOR, apart, level, window
-from hfgpt.compare.report import WIDTH, as_text, write_report
-from hfgpt.configuration_hfgpt import model_config
-from hfgpt.flops import parameter_counts
+from hfgpt.comparing import compare, read_runs
+from hfgpt.comparing.console_log import NANOGPT_PEAK_TFLOPS
+from hfgpt.comparing.noise import FLOOR, apart, level, window
+from hfgpt.comparing.report import WIDTH, as_text, write_report
+from hfgpt.model.configuration_gpt2 import model_config
+from hfgpt.model.flops import parameter_counts
 
 LOGS = SHARED / "reference_logs"
 RATED = {"peak_tflops": 80.2, "peak_source": "rated: NVIDIA GeForce RTX 4070 Ti bf16 dense"}

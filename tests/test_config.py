@@ -7,9 +7,9 @@ import itertools
 import pytest
 
 from hfgpt.config import PretrainConfig
-from hfgpt.configuration_hfgpt import model_config
 from hfgpt.errors import UserError
-from hfgpt.optim import LearningRate
+from hfgpt.model.configuration_gpt2 import model_config
+from hfgpt.training.optimizer import LearningRate
 
 SMALL = {"model": "char-cpu", "sequence_length": 64, "max_steps": 10}
 

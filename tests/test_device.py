@@ -9,9 +9,9 @@ import psutil
 import pytest
 import torch
 
-from hfgpt import device
+from hfgpt.distributed import device
+from hfgpt.distributed.launcher import SET_BY_LAUNCHERS
 from hfgpt.errors import UserError
-from hfgpt.launched import SET_BY_LAUNCHERS
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda:0")
 
@@ -315,7 +315,7 @@ def test_compiled_code_that_a_killed_process_left_broken_is_removed_and_made_ane
     tmp_path, config, monkeypatch, caplog
 ):
     """In a step, half of whose gradients there are already, and in an evaluation: the run is as any other."""
-    from hfgpt.trainer import Pretrainer
+    from hfgpt.training.pretrainer import Pretrainer
 
     whole = Pretrainer(config("whole", eval_steps=3))
     expected = whole.train()
@@ -345,7 +345,7 @@ def test_compiled_code_that_a_killed_process_left_broken_is_removed_and_made_ane
 def test_a_compiler_that_fails_is_told_with_the_way_out(tmp_path, config, monkeypatch):
     """A file that is broken again, and any other fault of it."""
     from hfgpt.errors import RunError
-    from hfgpt.trainer import Pretrainer
+    from hfgpt.training.pretrainer import Pretrainer
 
     _, again = broken_file(tmp_path, "c6")
     other = type("BackendCompilerFailed", (Exception,), {})(

@@ -20,10 +20,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from hfgpt import PretrainConfig
-from hfgpt.checkpoint import fault
-from hfgpt.distributed import take_sharding
+from hfgpt.checkpointing.checkpoint import fault
+from hfgpt.distributed.ranks import take_sharding
 from hfgpt.errors import UserError
-from hfgpt.plan import check_memory
+from hfgpt.training.plan import check_memory
 
 CONFIGS = ROOT / "accelerate_configs"
 FLAGS = ["--model", json.dumps(MODEL), "--tokenizer", "bpe-300", "--streaming", "true", "--sequence_length", "16"]
@@ -216,7 +216,7 @@ def test_a_fault_of_one_process_leaves_a_checkpoint_of_the_last_finished_step(fa
 STARTING = """
 import os, signal, time
 from hfgpt import PretrainConfig, Pretrainer, run_recipe
-import hfgpt.trainer
+import hfgpt.training.pretrainer
 
 class Odd(Exception):
     def __init__(self, message, *, code):
@@ -240,7 +240,11 @@ run_recipe(lambda: Pretrainer(PretrainConfig.from_cli()).train())
             "os._exit(3)",
             "process 1 of 2 has not started; ended",
         ),
-        ("if os.environ['RANK'] == '0': hfgpt.prepared.prepare_data = fails", "raise Odd('odd', code=3)", "process 0 "),
+        (
+            "if os.environ['RANK'] == '0': hfgpt.training.setup.prepare_data = fails",
+            "raise Odd('odd', code=3)",
+            "process 0 ",
+        ),
     ],
 )
 def test_what_ends_one_process_at_the_start_is_told_too(failing, tmp_path, where, what, told):
@@ -269,8 +273,8 @@ class Broken:
     def close(self): self.batches.close()
 
 import hfgpt.errors
-iterate = hfgpt.prepared.iterate
-if os.environ["RANK"] == "1": hfgpt.prepared.iterate = lambda *a, **k: Broken(iterate(*a, **k))
+iterate = hfgpt.training.setup.iterate
+if os.environ["RANK"] == "1": hfgpt.training.setup.iterate = lambda *a, **k: Broken(iterate(*a, **k))
 """
     _, last = failing(STARTING.format(where=broken, what="pass"))
     assert last == (
@@ -459,8 +463,8 @@ WHOLE = """
 import torch, torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from transformers import GPT2Config
-from hfgpt.distributed import shared_model
-from hfgpt.modeling_hfgpt import GPT2LMHeadModel
+from hfgpt.distributed.ranks import shared_model
+from hfgpt.model.modeling_gpt2 import GPT2LMHeadModel
 
 dist.init_process_group("gloo")
 for tied in (True, False):

@@ -20,10 +20,10 @@ from accelerate import Accelerator
 from running import trained
 
 from hfgpt import PretrainConfig
-from hfgpt.distributed import HostGroup
-from hfgpt.evaluation import evaluate
-from hfgpt.generation import load_checkpoint
-from hfgpt.hellaswag import hellaswag
+from hfgpt.distributed.ranks import HostGroup
+from hfgpt.evaluation.generate import load_checkpoint
+from hfgpt.evaluation.hellaswag import hellaswag
+from hfgpt.evaluation.loss import evaluate
 
 OTHER = os.environ.get("HFGPT_OTHER_PYTHON")
 T = 32

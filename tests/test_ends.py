@@ -17,14 +17,16 @@ from running import hashes, records, same_weights, trained
 from transformers import TrainerCallback
 from transformers.trainer_callback import CallbackHandler
 
-import hfgpt.trainer
-from hfgpt import PretrainConfig, Pretrainer, SampleCallback, launched, output, run_recipe
-from hfgpt.callbacks import log_line
-from hfgpt.checkpoint import fault
+import hfgpt.training.pretrainer
+from hfgpt import PretrainConfig, Pretrainer, SampleCallback, run_recipe
+from hfgpt import safe_output as output
+from hfgpt.checkpointing.checkpoint import fault
+from hfgpt.checkpointing.run_folder import RunFolder
+from hfgpt.distributed import launcher as launched
+from hfgpt.distributed.launcher import is_launcher, ranks
+from hfgpt.distributed.stop_signals import Interrupted, StopSignals, ending_at_once
 from hfgpt.errors import RunError, UserError
-from hfgpt.launched import is_launcher, ranks
-from hfgpt.run_folder import RunFolder
-from hfgpt.signals import Interrupted, StopSignals, ending_at_once
+from hfgpt.training.callbacks import log_line
 
 
 @pytest.fixture(autouse=True)
@@ -104,7 +106,7 @@ def test_a_model_card_that_fails_costs_no_checkpoint(config, monkeypatch):
     def fails(*_):
         raise RuntimeError("no card")
 
-    monkeypatch.setattr(hfgpt.trainer, "model_card", fails)
+    monkeypatch.setattr(hfgpt.training.pretrainer, "model_card", fails)
     pretrainer, error = ended(config())
     assert "no card" in str(error) and fault(pretrainer.run.checkpoint(2)) is None
     assert "no card" in (pretrainer.run.checkpoint(2) / "README.md").read_text()
@@ -176,9 +178,11 @@ def test_a_checkpoint_that_cannot_be_written_at_the_end_is_no_second_fault(confi
         raise OSError(28, "No space left on device")
 
     pretrainer = Pretrainer(config(save_steps=2), [Fails("on_step_end", 3, ValueError("first"))])
-    write = hfgpt.model_state.write_files
+    write = hfgpt.checkpointing.state.write_files
     monkeypatch.setattr(
-        hfgpt.model_state, "write_files", lambda *args: (full if pretrainer.state.global_step == 3 else write)(*args)
+        hfgpt.checkpointing.state,
+        "write_files",
+        lambda *args: (full if pretrainer.state.global_step == 3 else write)(*args),
     )
     with pytest.raises(ValueError, match="first") as raised:
         pretrainer.train()
@@ -216,7 +220,7 @@ def test_a_disk_that_is_full_from_the_start_is_one_line_and_no_run(config, capsy
         raise OSError(28, "No space left on device")
 
     settings = config()
-    monkeypatch.setattr("hfgpt.run_folder.os.fsync", full)
+    monkeypatch.setattr("hfgpt.checkpointing.run_folder.os.fsync", full)
     code, lines = ending(capsys, Pretrainer(settings).train)
     named = f"error: output_dir={settings.output_dir}: No space left on device; name a folder that can be written"
     assert (code, lines) == (2, [named])
@@ -271,7 +275,7 @@ def test_output_is_as_it_was_after_a_run(config, capsys):
 
 SHORT = """
 import os, sys
-from hfgpt.ending import {how}
+from hfgpt.cli.run_recipe import {how}
 def main():
     for number in range(20000):
         print("line", number)
@@ -348,7 +352,7 @@ def test_a_signal_ends_the_set_up_at_once(config, monkeypatch, capsys, name):
         os.kill(os.getpid(), signal.Signals[name])
         time.sleep(20)
 
-    monkeypatch.setattr("hfgpt.prepared.prepare_data", slow)
+    monkeypatch.setattr("hfgpt.training.setup.prepare_data", slow)
     began = time.monotonic()
     code, lines = ending(capsys, Pretrainer(config()).train)
     assert code == 128 + signal.Signals[name] and lines == [f"error: {name} before the first step"]
@@ -431,7 +435,7 @@ def test_only_launchers_are_followed(command, right):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux alone tells of a parent's end")
 def test_a_parent_with_an_odd_command_line_is_no_fault(tmp_path):
-    script = "import hfgpt.launched as l; l.follow_launcher(); print(l.PARENT_IS_LAUNCHER)"
+    script = "import hfgpt.distributed.launcher as l; l.follow_launcher(); print(l.PARENT_IS_LAUNCHER)"
     code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {script!r}], check=True)"
     command = [sys.executable, "-c", code, b"\xff\xfe torch"]
     env = {**os.environ, "ACCELERATE_MIXED_PRECISION": "no"}

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from transformers import GPT2LMHeadModel as StockGPT2
 
-from hfgpt.configuration_hfgpt import model_config
-from hfgpt.evaluation import evaluate
-from hfgpt.modeling_hfgpt import GPT2LMHeadModel
+from hfgpt.evaluation.loss import evaluate
+from hfgpt.model.configuration_gpt2 import model_config
+from hfgpt.model.modeling_gpt2 import GPT2LMHeadModel
 
 V, T = 97, 16
 
@@ -63,8 +63,8 @@ def test_an_evaluation_that_takes_long_shows_where_it_is_and_a_short_one_nothing
     options = {"accelerator": Accelerator(cpu=True), "sequence_length": T, "batch_size": 2, "token_bytes": None}
     evaluate(model, tokens, **options)
     assert capsys.readouterr() == ("", "")
-    monkeypatch.setattr("hfgpt.evaluation.PROGRESS_AFTER_SECONDS", 1e-9)
-    monkeypatch.setattr("hfgpt.evaluation.PROGRESS_LINE_SECONDS", 0)
+    monkeypatch.setattr("hfgpt.evaluation.loss.PROGRESS_AFTER_SECONDS", 1e-9)
+    monkeypatch.setattr("hfgpt.evaluation.loss.PROGRESS_LINE_SECONDS", 0)
     evaluate(model, tokens, **options)
     out, err = capsys.readouterr()
     assert out == "" and "evaluation" in err and "/20 " in err

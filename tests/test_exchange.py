@@ -22,10 +22,10 @@ from typer.testing import CliRunner
 from hfgpt.cli import app
 from hfgpt.data.tokenization import load_tokenizer, save_tokenizer
 from hfgpt.errors import UserError
-from hfgpt.exchange import export, import_nanogpt
-from hfgpt.generation import generate, load_checkpoint
-from hfgpt.modeling_hfgpt import GPT2LMHeadModel, new_model
-from hfgpt.verify import verify
+from hfgpt.evaluation.generate import generate, load_checkpoint
+from hfgpt.hub.import_export import export, import_nanogpt
+from hfgpt.hub.verify import verify
+from hfgpt.model.modeling_gpt2 import GPT2LMHeadModel, new_model
 
 IDS = torch.arange(30).view(2, 15) % 20
 CHARACTERS = "\n abcdefghijklmnopqrstu."  # 24 of them

@@ -5,7 +5,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from hfgpt import flops
+from hfgpt.model import flops
 
 SMALL = {"vocab_size": 97, "n_positions": 32, "n_embd": 24, "n_layer": 3, "n_head": 4, "bos_token_id": 0}
 

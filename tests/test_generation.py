@@ -10,11 +10,12 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from hfgpt import cli, generation
+from hfgpt import cli
 from hfgpt.data.tokenization import load_tokenizer, save_tokenizer
 from hfgpt.errors import UserError
-from hfgpt.generation import generate, load_checkpoint
-from hfgpt.modeling_hfgpt import GPT2LMHeadModel as OurModel
+from hfgpt.evaluation import generate as generation
+from hfgpt.evaluation.generate import generate, load_checkpoint
+from hfgpt.model.modeling_gpt2 import GPT2LMHeadModel as OurModel
 
 LETTERS = "\n" + string.ascii_lowercase
 

@@ -42,7 +42,7 @@ def test_a_step_that_is_not_finite_is_left_out(config, bad_steps):
 
 
 def test_a_run_that_stays_not_finite_stops_with_its_last_good_checkpoint(config, monkeypatch):
-    monkeypatch.setattr("hfgpt.guard.MAX_SKIPPED_STEPS", 2)
+    monkeypatch.setattr("hfgpt.training.non_finite.MAX_SKIPPED_STEPS", 2)
 
     class Poison(TrainerCallback):
         def on_step_begin(self, args, state, control, model=None, **kwargs):

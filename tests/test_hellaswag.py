@@ -23,10 +23,10 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, LlamaFor
 from transformers import GPT2LMHeadModel as StockGPT2
 
 from hfgpt.data.tokenization import load_tokenizer
-from hfgpt.distributed import HostGroup
+from hfgpt.distributed.ranks import HostGroup
 from hfgpt.errors import RunError, UserError
-from hfgpt.hellaswag import hellaswag
-from hfgpt.modeling_hfgpt import GPT2LMHeadModel
+from hfgpt.evaluation.hellaswag import hellaswag
+from hfgpt.model.modeling_gpt2 import GPT2LMHeadModel
 
 REAL, TOKENIZER = SHARED / "hellaswag" / "hellaswag_val_100.jsonl", SHARED / "gpt2_tokenizer"
 POSITIONS = 48

@@ -13,11 +13,11 @@ from running import ROOT, StopAt, records, trained
 from safetensors.torch import load_file
 from transformers import EarlyStoppingCallback
 
-from hfgpt import checkpoint
-from hfgpt import trainer as trainer_module
-from hfgpt.callbacks import SampleCallback
+from hfgpt.checkpointing import checkpoint
 from hfgpt.errors import RunError, UserError
-from hfgpt.evaluation import evaluate
+from hfgpt.evaluation.loss import evaluate
+from hfgpt.training import pretrainer as trainer_module
+from hfgpt.training.callbacks import SampleCallback
 
 
 @pytest.mark.parametrize("streaming", [False, True])

@@ -22,7 +22,7 @@ from transformers import GPT2LMHeadModel as StockGPT2
 from hfgpt import PretrainConfig, Pretrainer
 from hfgpt.data.audit import audit
 from hfgpt.errors import UserError
-from hfgpt.exchange import export
+from hfgpt.hub.import_export import export
 
 
 def names_nothing(config):

@@ -8,12 +8,12 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from hfgpt import measure as module
 from hfgpt.cli import app
 from hfgpt.config import Batch
 from hfgpt.errors import UserError
-from hfgpt.measure import Measured, measure
-from hfgpt.micro_batch import MemoryRanOut
+from hfgpt.planning import benchmark as module
+from hfgpt.planning.benchmark import Measured, measure
+from hfgpt.training.batch_size import MemoryRanOut
 
 
 @pytest.fixture
@@ -53,13 +53,13 @@ def test_what_does_not_fit_ends_the_list(settings, monkeypatch):
 def test_one_process_is_measured(settings, monkeypatch):
     for key, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}.items():
         monkeypatch.setenv(key, value)
-    monkeypatch.setattr("hfgpt.distributed._open_store", lambda *_: None)
+    monkeypatch.setattr("hfgpt.distributed.ranks._open_store", lambda *_: None)
     with pytest.raises(UserError, match="measures one process"):
         measure(settings, 50)
 
 
 def test_peak_memory_begins_anew():
-    from hfgpt.device import peak_memory_bytes, reset_peak_memory
+    from hfgpt.distributed.device import peak_memory_bytes, reset_peak_memory
 
     cpu = torch.device("cpu")
     large = torch.ones(100 * 2**18)  # 100 MiB

@@ -4,8 +4,8 @@ import pytest
 import torch
 from transformers import GPT2Config
 
-from hfgpt.memory import Setting, saved_bytes, training_memory, weight_copy_bytes
-from hfgpt.modeling_hfgpt import HEAD_CHUNK_SIZE, GPT2LMHeadModel, document_attention
+from hfgpt.model.memory import Setting, saved_bytes, training_memory, weight_copy_bytes
+from hfgpt.model.modeling_gpt2 import HEAD_CHUNK_SIZE, GPT2LMHeadModel, document_attention
 
 DEEP = {"n_layer": 5, "n_head": 4, "n_embd": 64, "vocab_size": 300, "n_positions": 64}
 WIDE = {"n_layer": 2, "n_head": 3, "n_embd": 192, "vocab_size": 1000, "n_positions": 128}

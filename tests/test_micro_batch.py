@@ -16,7 +16,7 @@ from test_distributed import FLAGS, lines
 from hfgpt import Pretrainer
 from hfgpt.config import Batch
 from hfgpt.errors import RunError, UserError
-from hfgpt.micro_batch import candidates, fastest
+from hfgpt.training.batch_size import candidates, fastest
 
 
 class Small(Pretrainer):
@@ -93,7 +93,7 @@ class Finds:
 def test_a_micro_batch_found_by_measurement_is_kept_over_a_resume(config, monkeypatch, kind):
     """Also the smaller one that was left after memory ran out."""
     auto = {"per_device_train_batch_size": "auto"}
-    monkeypatch.setattr("hfgpt.prepared.fastest_that_fits", Finds(8, 8, 16))
+    monkeypatch.setattr("hfgpt.training.setup.fastest_that_fits", Finds(8, 8, 16))
     whole = run(kind, config, "whole", **auto)
     cut = {"tokens_per_step": 256, "gradient_accumulation_steps": None, "max_steps": 4, "eval_steps": 2, **auto}
     with pytest.raises(KeyboardInterrupt):
@@ -115,7 +115,7 @@ def test_a_micro_batch_found_by_measurement_is_kept_over_a_resume(config, monkey
 
 
 def test_a_micro_batch_found_for_other_processes_is_measured_again(config, monkeypatch):
-    monkeypatch.setattr("hfgpt.prepared.fastest_that_fits", Finds(8, 4))
+    monkeypatch.setattr("hfgpt.training.setup.fastest_that_fits", Finds(8, 4))
     first = run(Pretrainer, config, per_device_train_batch_size="auto")
     state = first.run.checkpoint(4) / "training_state" / "trainer_state.json"
     trainer = json.loads(state.read_text())
@@ -188,7 +188,7 @@ def test_the_fastest_cut_is_found_by_measurement_not_by_size(monkeypatch):
             raise torch.OutOfMemoryError
         now += {1: 1.0, 2: 1.1, 4: 1.2, 8: 4.0}[cut.micro_batch]
 
-    monkeypatch.setattr("hfgpt.micro_batch.time.perf_counter", lambda: now)
+    monkeypatch.setattr("hfgpt.training.batch_size.time.perf_counter", lambda: now)
     cuts = Batch(1, 10, 16, 1).cuts()
     best, rates = fastest(cuts, trial, Alone(), torch.device("cpu"))
     assert best == Batch(4, 10, 4, 1)
@@ -229,6 +229,6 @@ def test_auto_needs_the_step_stated(config):
 
 
 def test_the_plan_is_that_of_what_was_found(config, monkeypatch):
-    monkeypatch.setattr("hfgpt.prepared.fastest_that_fits", lambda *_: (Batch(4, 16, 4, 1), "micro-batch: found"))
+    monkeypatch.setattr("hfgpt.training.setup.fastest_that_fits", lambda *_: (Batch(4, 16, 4, 1), "micro-batch: found"))
     found = run(Pretrainer, config, per_device_train_batch_size="auto")
     assert found.plan.setting.micro_batch == 4 and found.plan.batch == found.batch == Batch(4, 16, 4, 1)

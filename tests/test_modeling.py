@@ -17,12 +17,13 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 from transformers import GPT2LMHeadModel as StockGPT2
 from transformers.activations import ACT2FN
 
-from hfgpt import PerplexityCallback, modeling_hfgpt
-from hfgpt.configuration_hfgpt import MODEL_SIZES, model_config
+from hfgpt import PerplexityCallback
 from hfgpt.errors import UserError
-from hfgpt.flops import parameter_counts
-from hfgpt.modeling_hfgpt import GELU, GPT2LMHeadModel, document_attention, head_loss, product_attention
-from hfgpt.optim import parameter_groups
+from hfgpt.model import modeling_gpt2 as modeling_hfgpt
+from hfgpt.model.configuration_gpt2 import MODEL_SIZES, model_config
+from hfgpt.model.flops import parameter_counts
+from hfgpt.model.modeling_gpt2 import GELU, GPT2LMHeadModel, document_attention, head_loss, product_attention
+from hfgpt.training.optimizer import parameter_groups
 
 V, T = 97, 32
 

@@ -12,7 +12,7 @@ import time
 import pytest
 from running import FORKED, MODEL, ROOT, Run
 
-from hfgpt.checkpoint import fault
+from hfgpt.checkpointing.checkpoint import fault
 
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 

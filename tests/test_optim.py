@@ -7,9 +7,10 @@ import torch
 from running import MODEL
 from transformers import GPT2Config
 
-from hfgpt import PretrainConfig, UserError, optim
-from hfgpt.modeling_hfgpt import GPT2LMHeadModel
-from hfgpt.optim import build_optimizer
+from hfgpt import PretrainConfig, UserError
+from hfgpt.model.modeling_gpt2 import GPT2LMHeadModel
+from hfgpt.training import optimizer as optim
+from hfgpt.training.optimizer import build_optimizer
 
 RATES = {"learning_rate": 1e-2, "muon_learning_rate": 3e-2, "weight_decay": 0.2}
 

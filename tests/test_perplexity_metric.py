@@ -17,9 +17,9 @@ from transformers import GPT2Config, Trainer, TrainingArguments
 from transformers import GPT2LMHeadModel as StockGPT2
 
 from hfgpt.errors import UserError
-from hfgpt.evaluation import figures
-from hfgpt.metrics import PERPLEXITY
-from hfgpt.modeling_hfgpt import GPT2LMHeadModel
+from hfgpt.evaluation.loss import figures
+from hfgpt.evaluation.metrics import PERPLEXITY
+from hfgpt.model.modeling_gpt2 import GPT2LMHeadModel
 
 LENGTHS = (7, 2, 16, 5, 11, 3, 9)
 V = 61
@@ -181,7 +181,7 @@ def test_the_shift_against_cross_entropy(metric):
 PROCESS = """
 import json, sys
 import evaluate
-from hfgpt.metrics import PERPLEXITY
+from hfgpt.evaluation.metrics import PERPLEXITY
 rank, cache = int(sys.argv[1]), sys.argv[2]
 metric = evaluate.load(PERPLEXITY, num_process=2, process_id=rank, experiment_id="two", cache_dir=cache)
 if rank == 0:

@@ -6,12 +6,12 @@ import sys
 import pytest
 
 from hfgpt import PretrainConfig, UserError, cli
-from hfgpt.configuration_hfgpt import model_config
-from hfgpt.device import CompileChoice, Precision
-from hfgpt.flops import rated_devices
-from hfgpt.forecast import CARD_GIB, card_gib, forecast
-from hfgpt.memory import training_memory
-from hfgpt.plan import Plan, setting_of
+from hfgpt.distributed.device import CompileChoice, Precision
+from hfgpt.model.configuration_gpt2 import model_config
+from hfgpt.model.flops import rated_devices
+from hfgpt.model.memory import training_memory
+from hfgpt.planning.estimate import CARD_GIB, card_gib, forecast
+from hfgpt.training.plan import Plan, setting_of
 
 CARD = "NVIDIA GeForce RTX 4070 Ti"
 STEP = {"device": CARD, "tokens_per_step": "524288"}

@@ -21,13 +21,14 @@ from running import ALONE, ROOT, TINY, TWO, trained
 from test_checkpoint import sealed
 from test_verify import edit, louder, rewrite
 
-from hfgpt import checkpoint, hub
+from hfgpt.checkpointing import checkpoint
+from hfgpt.checkpointing.training_state import read_state
 from hfgpt.config import PretrainConfig
 from hfgpt.data.remote import asked_pause
 from hfgpt.errors import RunError, UserError
-from hfgpt.exchange import export
-from hfgpt.model_card import model_card
-from hfgpt.training_state import read_state
+from hfgpt.hub import push as hub
+from hfgpt.hub.import_export import export
+from hfgpt.hub.model_card import model_card
 
 TOKEN = "hf_SECRETSECRETSECRET"
 MODEL = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}

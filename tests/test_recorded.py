@@ -15,12 +15,13 @@ from test_checkpoint import sealed
 from test_push import TOKEN, client, folder, original, verified  # noqa: F401 fixtures
 from test_verify import louder, rewrite
 
-from hfgpt import checkpoint, hub
-from hfgpt.compare import compare, read_runs
+from hfgpt.checkpointing import checkpoint
+from hfgpt.checkpointing.training_state import read_state
+from hfgpt.comparing import compare, read_runs
 from hfgpt.errors import UserError
-from hfgpt.recorded import record_evaluation, recorded_evaluations
-from hfgpt.training_state import read_state
-from hfgpt.verify import verify
+from hfgpt.evaluation.results import record_evaluation, recorded_evaluations
+from hfgpt.hub import push as hub
+from hfgpt.hub.verify import verify
 
 HELLASWAG = {
     "dataset": "Rowan/hellaswag",

@@ -199,7 +199,7 @@ def test_rows_passed_over_are_counted_on_over_resumes(config, tmp_path):
 
 def test_one_process_trains_again_in_another_precision_and_evaluates_between(config):
     """As in a notebook: float32, bf16, float32, with what Accelerate keeps for a process renewed each time."""
-    from hfgpt.scoring import evaluate_checkpoint, score_text
+    from hfgpt.evaluation.evaluate import evaluate_checkpoint, score_text
 
     first = trained(config("first", eval_steps=6))
     lower = trained(config("lower", eval_steps=6, mixed_precision="bf16"))

@@ -28,8 +28,8 @@ from transformers import (
 from hfgpt import cli
 from hfgpt.data.tokenization import load_tokenizer, save_tokenizer
 from hfgpt.errors import UserError
-from hfgpt.evaluation import scored_blocks, windows
-from hfgpt.scoring import evaluate_checkpoint, score_text
+from hfgpt.evaluation.evaluate import evaluate_checkpoint, score_text
+from hfgpt.evaluation.loss import scored_blocks, windows
 
 EMOJI = ["café 😀🚀 naïve résumé 你好，世界 👨‍👩‍👧 " * 20, "🇩🇪 👍🏽 plain words between 😀\n" * 20, "🧪"]
 
@@ -299,7 +299,7 @@ def test_what_is_no_model_is_told(tmp_path, folder):
 
 def test_a_task_and_a_record_from_the_command_line(tmp_path, document_folder, monkeypatch, capsys):
     from hfgpt import PretrainConfig, Pretrainer
-    from hfgpt.recorded import recorded_evaluations
+    from hfgpt.evaluation.results import recorded_evaluations
 
     settings = {"tokenizer": "bpe-300", "dataset": str(document_folder), "sequence_length": 16, "mixed_precision": "no"}
     model = {"n_layer": 1, "n_head": 1, "n_embd": 16, "n_positions": 32}

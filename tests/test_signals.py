@@ -12,8 +12,8 @@ import psutil
 import pytest
 from running import ALONE, FORKED, LAUNCH, ROOT, TWO, Run
 
-from hfgpt.checkpoint import fault
-from hfgpt.signals import SAME_SIGNAL_SECONDS
+from hfgpt.checkpointing.checkpoint import fault
+from hfgpt.distributed.stop_signals import SAME_SIGNAL_SECONDS
 
 
 def recipes_of(run) -> list[psutil.Process]:
@@ -89,9 +89,7 @@ def test_two_processes_stop_at_one_step(start, who):
 
 @pytest.mark.slow
 def test_a_second_signal_ends_at_once(tmp_path):
-    script = (
-        "import time; from hfgpt.signals import StopSignals\nwith StopSignals() as s:\n print('ready', flush=True)\n"
-    )
+    script = "import time; from hfgpt.distributed.stop_signals import StopSignals\nwith StopSignals() as s:\n print('ready', flush=True)\n"
     script += " while True:\n  time.sleep(0.05)\n  print(s.received, flush=True)"
     process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "ready\n"

@@ -13,7 +13,7 @@ import time
 import pytest
 from running import FORKED, Run, records, trained
 
-from hfgpt.checkpoint import fault
+from hfgpt.checkpointing.checkpoint import fault
 
 
 def allow_file_size(run, size: int) -> None:

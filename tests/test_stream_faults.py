@@ -19,7 +19,7 @@ import pytest
 from hub_server import API, FILES, Faults, HubServer
 from running import ALONE, FORKED, TWO, Run
 
-from hfgpt.checkpoint import fault
+from hfgpt.checkpointing.checkpoint import fault
 from hfgpt.data import remote
 from hfgpt.data.remote import patiently
 from hfgpt.errors import RunError

@@ -16,16 +16,16 @@ from running import MODEL, hashes, records, trained
 from tokenizers import Tokenizer, decoders, models
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-import hfgpt.generation as generation
+import hfgpt.evaluation.generate as generation
 from hfgpt import PretrainConfig, Pretrainer
-from hfgpt.callbacks import SampleCallback
 from hfgpt.data.encoding import Encoder
 from hfgpt.data.tokenization import load_tokenizer
 from hfgpt.errors import UserError
-from hfgpt.exchange import export
-from hfgpt.generation import generate, load_checkpoint
-from hfgpt.scoring import evaluate_checkpoint, score_text
-from hfgpt.verify import verify
+from hfgpt.evaluation.evaluate import evaluate_checkpoint, score_text
+from hfgpt.evaluation.generate import generate, load_checkpoint
+from hfgpt.hub.import_export import export
+from hfgpt.hub.verify import verify
+from hfgpt.training.callbacks import SampleCallback
 
 SPECIAL_TEXT = " ".join(
     ["<unk>", "<s>", "</s>", "[UNK]", "[SEP]", "[CLS]", "<pad>", "<extra_id_0>", END, "<|im_start|>"]

@@ -23,9 +23,10 @@ from running import StopAt, records, trained
 from transformers import EarlyStoppingCallback, TrainerCallback, TrainingArguments
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
-from hfgpt import Pretrainer, callbacks
-from hfgpt.callbacks import TRACKER_EXTRAS, callback_states, restore_callbacks
+from hfgpt import Pretrainer
 from hfgpt.errors import UserError
+from hfgpt.training import callbacks
+from hfgpt.training.callbacks import TRACKER_EXTRAS, callback_states, restore_callbacks
 
 LOGS = 12
 NOT_SENT = {"step", "time"}  # trackers have their own

@@ -16,7 +16,7 @@ from running import MODEL, records, same_weights, trained
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from hfgpt import Pretrainer, UserError
-from hfgpt.optim import parameter_groups
+from hfgpt.training.optimizer import parameter_groups
 
 STEP_KEYS = {"step", "num_input_tokens_seen", "time", "wall_seconds", "loss", "learning_rate", "grad_norm"} | {
     *("step_seconds", "tokens_per_second", "mfu", "peak_tflops", "peak_source", "memory_bytes")

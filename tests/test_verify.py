@@ -12,12 +12,12 @@ from safetensors.torch import load_file, save_file
 from test_checkpoint import sealed
 from typer.testing import CliRunner
 
-from hfgpt import verify as verify_module
+from hfgpt.checkpointing.run_folder import RunFolder
 from hfgpt.cli import app
 from hfgpt.data.audit import audit
 from hfgpt.errors import RunError, UserError
-from hfgpt.run_folder import RunFolder
-from hfgpt.verify import verify
+from hfgpt.hub import verify as verify_module
+from hfgpt.hub.verify import verify
 
 
 @pytest.fixture(scope="module")

@@ -10,12 +10,12 @@ from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
+from hfgpt.checkpointing.run_folder import RunFolder
 from hfgpt.config import PretrainConfig
 from hfgpt.data import TextData, prepare_again
 from hfgpt.data.sources import text_hash
 from hfgpt.data.stream import DocumentStream, Origin, StepBatch, batch_hash, iterate
 from hfgpt.errors import UserError
-from hfgpt.run_folder import RunFolder
 
 
 def audit(folder: str | Path) -> dict[str, Any]:

@@ -18,9 +18,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 from side_by_side import at_least_one, keep, machine
 from transformers import TrainerCallback
 
-from hfgpt import PretrainConfig, Pretrainer, checkpoint
-from hfgpt.device import default_device, device_name, synchronize
-from hfgpt.flops import parameter_counts
+from hfgpt import PretrainConfig, Pretrainer
+from hfgpt.checkpointing import checkpoint
+from hfgpt.distributed.device import default_device, device_name, synchronize
+from hfgpt.model.flops import parameter_counts
 
 WARM_UP_STEPS = 2
 QUIET_STEPS = 3  # before each save, with nothing being written

@@ -34,8 +34,8 @@ def worker(rounds: int, flags: list[str]) -> None:
     from torch.nn.parallel import DistributedDataParallel
 
     from hfgpt import PretrainConfig, Pretrainer
-    from hfgpt.device import device_name, synchronize
-    from hfgpt.optim import build_optimizer
+    from hfgpt.distributed.device import device_name, synchronize
+    from hfgpt.training.optimizer import build_optimizer
 
     with tempfile.TemporaryDirectory() as folder:
         steps = str(STEPS * rounds + 1)
