@@ -11,7 +11,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "GPT2LMHeadModel": "model.modeling_gpt2",
-    "MFUCallback": "training.callbacks",
+    "MFUCallback": "training.mfu",
     "PerplexityCallback": "training.callbacks",
     "PretrainConfig": "config",
     "Pretrainer": "training.pretrainer",

@@ -10,9 +10,11 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import TrainerState
 
+from hfgpt.distributed.device_peaks import Peak
 from hfgpt.errors import UserError
 from hfgpt.model import flops
-from hfgpt.training.callbacks import MFUCallback, PerplexityCallback, log_line
+from hfgpt.training.callbacks import PerplexityCallback, log_line
+from hfgpt.training.mfu import MFUCallback
 
 FIGURES = {"step_seconds", "tokens_per_second", "mfu", "peak_tflops", "peak_source"}
 ROW = 8  # tokens
@@ -121,7 +123,7 @@ def test_tokens_as_the_trainer_counts_them():
 
 def test_the_device_is_waited_for_only_where_something_is_due(monkeypatch):
     waits = []
-    monkeypatch.setattr("hfgpt.training.callbacks.synchronize", waits.append)
+    monkeypatch.setattr("hfgpt.training.mfu.synchronize", waits.append)
     loop = BareLoop(gpt2_mfu())
     for _ in range(5):
         loop.step(1.0)
@@ -143,7 +145,7 @@ def test_an_mfu_above_one_warns_once(caplog):
 
 
 def test_no_peak_no_mfu(monkeypatch):
-    monkeypatch.setattr("hfgpt.training.callbacks.device_peak", lambda *_: flops.Peak(None, "unknown: Abacus 9"))
+    monkeypatch.setattr("hfgpt.training.mfu.device_peak", lambda *_: Peak(None, "unknown: Abacus 9"))
     loop = BareLoop(gpt2_mfu(peak_tflops=None))
     loop.step(1.0)
     loop.step(2.0)
@@ -168,9 +170,9 @@ def test_the_peak_is_looked_up_in_the_precision_of_the_run(monkeypatch, args, dt
 
     def peak(device, precision):
         precisions.append(precision)
-        return flops.Peak(1.0, "rated: Abacus 9")
+        return Peak(1.0, "rated: Abacus 9")
 
-    monkeypatch.setattr("hfgpt.training.callbacks.device_peak", peak)
+    monkeypatch.setattr("hfgpt.training.mfu.device_peak", peak)
     BareLoop(gpt2_mfu(peak_tflops=None, precision=given), FakeModel(GPT2Config()).to(dtype), **args)
     assert precisions == [asked]
 

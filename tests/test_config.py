@@ -9,7 +9,7 @@ import pytest
 from hfgpt.config import PretrainConfig
 from hfgpt.errors import UserError
 from hfgpt.model.configuration_gpt2 import model_config
-from hfgpt.training.optimizer import LearningRate
+from hfgpt.training.lr_schedule import LearningRate
 
 SMALL = {"model": "char-cpu", "sequence_length": 64, "max_steps": 10}
 

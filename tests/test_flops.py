@@ -5,6 +5,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from hfgpt.distributed import device_peaks
 from hfgpt.model import flops
 
 SMALL = {"vocab_size": 97, "n_positions": 32, "n_embd": 24, "n_layer": 3, "n_head": 4, "bos_token_id": 0}
@@ -97,7 +98,7 @@ def test_mfu_counts_the_devices():
 
 def test_rated_peaks_go_by_the_exact_name_and_precision():
     def rated(name, precision="bf16", multiprocessors=None):
-        peak = flops.rated_peak(name, precision, multiprocessors)
+        peak = device_peaks.rated_peak(name, precision, multiprocessors)
         return peak and peak.tflops
 
     assert rated("NVIDIA A100-SXM4-40GB") == 312.0
@@ -109,12 +110,12 @@ def test_rated_peaks_go_by_the_exact_name_and_precision():
     assert rated("NVIDIA A100-SXM4-40GB", "no") is None  # by the TF32 setting: measured
     assert rated("Tesla T4") is None and rated("Tesla T4", "fp16") == 65.0  # no bf16 there
     assert rated("AMD Instinct MI100", "fp16") == 184.6  # not that of its bf16
-    assert "low confidence" in flops.rated_peak("NVIDIA GeForce RTX 4090 Laptop GPU", "bf16").source
+    assert "low confidence" in device_peaks.rated_peak("NVIDIA GeForce RTX 4090 Laptop GPU", "bf16").source
 
 
 def test_one_name_of_two_chips_goes_by_the_multiprocessors():
     def rated(multiprocessors):
-        return flops.rated_peak("NVIDIA GeForce RTX 3080", "bf16", multiprocessors)
+        return device_peaks.rated_peak("NVIDIA GeForce RTX 3080", "bf16", multiprocessors)
 
     assert (rated(68).tflops, rated(70).tflops, rated(None).tflops) == (59.5, 61.3, 59.5)
     assert rated(72) is None  # a third chip of the name: measured
@@ -122,24 +123,26 @@ def test_one_name_of_two_chips_goes_by_the_multiprocessors():
 
 def test_a_known_device_is_rated_and_any_other_measured(monkeypatch):
     cpu = torch.device("cpu")
-    flops._measured.cache_clear()
+    device_peaks._measured.cache_clear()
     state = torch.get_rng_state()
-    measured = flops.device_peak(cpu, "no")
-    assert flops.device_peak(cpu, "no") is measured  # once is enough
+    measured = device_peaks.device_peak(cpu, "no")
+    assert device_peaks.device_peak(cpu, "no") is measured  # once is enough
     assert torch.equal(torch.get_rng_state(), state)
     assert measured.source.startswith("measured: ") and "float32" in measured.source
     assert f"{torch.get_num_threads()} threads" in measured.source
     assert measured.tflops is not None and 0 < measured.tflops < 100
 
-    monkeypatch.setattr(flops, "device_name", lambda device: "NVIDIA GeForce RTX 4070 Ti")
-    assert flops.device_peak(cpu, "bf16") == flops.Peak(80.2, "rated: NVIDIA GeForce RTX 4070 Ti bf16 dense")
+    monkeypatch.setattr(device_peaks, "device_name", lambda device: "NVIDIA GeForce RTX 4070 Ti")
+    assert device_peaks.device_peak(cpu, "bf16") == device_peaks.Peak(
+        80.2, "rated: NVIDIA GeForce RTX 4070 Ti bf16 dense"
+    )
 
     def fails(*args, **kwargs):
         raise RuntimeError("not implemented\nfor this type")
 
-    monkeypatch.setattr(flops, "device_name", lambda device: "Abacus 9")
+    monkeypatch.setattr(device_peaks, "device_name", lambda device: "Abacus 9")
     monkeypatch.setattr(torch, "matmul", fails)
-    unknown = flops.device_peak(cpu, "bf16")
+    unknown = device_peaks.device_peak(cpu, "bf16")
     assert unknown.tflops is None and "Abacus 9" in unknown.source and "\n" not in unknown.source
 
 
@@ -153,8 +156,8 @@ def test_the_measured_rate_is_the_best_of_the_sizes(monkeypatch):
         return a
 
     monkeypatch.setattr(torch, "matmul", matmul)
-    monkeypatch.setattr(flops.time, "perf_counter", lambda: now)
-    peak = flops.measure_matmul_tflops(torch.device("cpu"), "bf16")
+    monkeypatch.setattr(device_peaks.time, "perf_counter", lambda: now)
+    peak = device_peaks.measure_matmul_tflops(torch.device("cpu"), "bf16")
     assert peak.tflops == pytest.approx(2.0)
     assert peak.source.startswith("measured: 1024 x 1024 bfloat16 matmul on ")
     assert now < 1.0

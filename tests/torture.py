@@ -29,7 +29,7 @@ from transformers import TrainerCallback
 from hfgpt import PretrainConfig, Pretrainer
 from hfgpt.checkpointing import checkpoint, run_folder
 from hfgpt.checkpointing.run_folder import LATEST, RunFolder
-from hfgpt.model.flops import Peak
+from hfgpt.distributed.device_peaks import Peak
 from hfgpt.training import callbacks
 
 MAX_STEPS, SAVE_STEPS, EVAL_STEPS = 45, 3, 4

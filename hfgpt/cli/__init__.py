@@ -277,13 +277,13 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON 
     from importlib.metadata import version
 
     from hfgpt.distributed import device as machine
-    from hfgpt.model import flops
+    from hfgpt.distributed import device_peaks
 
     device, threads = machine.default_device(), machine.use_all_cores(1)
     name, precision = machine.device_name(device), machine.choose_precision("auto", device)
     compilation = machine.choose_compile("auto", device, machine.SHORT_RUN_FORWARD_PASSES)
-    rated = flops.rated_device_peak(device, precision.name)
-    measured = flops.measure_matmul_tflops(device, precision.name)
+    rated = device_peaks.rated_device_peak(device, precision.name)
+    measured = device_peaks.measure_matmul_tflops(device, precision.name)
     stack = ("torch", "transformers", "accelerate", "datasets", "tokenizers", "safetensors")
     facts: dict[str, Any] = {
         "device": device.type,

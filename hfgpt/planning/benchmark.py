@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from hfgpt.config import Batch, PretrainConfig
+from hfgpt.distributed import device_peaks
 from hfgpt.distributed.device import (
     choose_compile,
     default_device,
@@ -27,7 +28,7 @@ from hfgpt.field_types import NOT_CONVERTIBLE, convert, describe
 from hfgpt.model import flops
 from hfgpt.planning.estimate import GPT2_VOCABULARY, length_of
 from hfgpt.training.batch_size import MemoryRanOut, release_memory
-from hfgpt.training.optimizer import LearningRate
+from hfgpt.training.lr_schedule import LearningRate
 from hfgpt.training.step import TrainingStep
 
 
@@ -50,7 +51,7 @@ class Measurement:
     """What was measured, told as lines or as one object, and drawn."""
 
     rows: list[Measured]
-    peak: flops.Peak
+    peak: device_peaks.Peak
     device: str
 
     def lines(self) -> list[str]:
@@ -140,7 +141,7 @@ class Vocabulary:
         return {"the last": self.entries - 1}
 
 
-def measure(config: PretrainConfig, vocab_size: int, steps: int = 3) -> tuple[list[Measured], flops.Peak]:
+def measure(config: PretrainConfig, vocab_size: int, steps: int = 3) -> tuple[list[Measured], device_peaks.Peak]:
     """Whole steps of training on random tokens, the median of `steps` for each micro-batch of 1, 2, 4, ... sequences
     that divides the step, until one does not fit; and the peak that MFU is against.
 
@@ -157,9 +158,9 @@ def measure(config: PretrainConfig, vocab_size: int, steps: int = 3) -> tuple[li
     run.learning_rate = LearningRate(config, 1)
     model = run.build_model(Vocabulary(vocab_size), {})
     run.wrap_model()
-    peak = flops.Peak(config.mfu_peak_tflops, "given")
+    peak = device_peaks.Peak(config.mfu_peak_tflops, "given")
     if peak.tflops is None:
-        peak = flops.device_peak(device, run.precision.name)
+        peak = device_peaks.device_peak(device, run.precision.name)
     per_token = flops.training_flops_per_token(model.config, config.sequence_length)
     rows = (cuts[0].blocks_per_step, config.sequence_length + 1)
     tokens = torch.randint(vocab_size, rows, generator=torch.Generator().manual_seed(config.seed)).to(device)

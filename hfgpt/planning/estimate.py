@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
-import re
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -15,10 +14,11 @@ from transformers import GPT2Config
 from hfgpt.config import POSITIVE, Batch, PretrainConfig
 from hfgpt.distributed import device as machine
 from hfgpt.distributed.device import CompileChoice, Precision
+from hfgpt.distributed.device_peaks import Peak, device_peak, rated_devices, rated_memory_gib, rated_peak
 from hfgpt.errors import UserError
 from hfgpt.field_types import NOT_CONVERTIBLE, convert, describe
 from hfgpt.model.configuration_gpt2 import model_config, model_fields
-from hfgpt.model.flops import Peak, device_peak, parameter_counts, rated_devices, rated_peak, training_flops_per_token
+from hfgpt.model.flops import parameter_counts, training_flops_per_token
 from hfgpt.model.memory import Memory, training_memory
 from hfgpt.training.plan import setting_of
 
@@ -27,61 +27,6 @@ OUTSIDE_BYTES = 2**29
 GAPS = 0.1
 LARGEST_MICRO_BATCH = 2**16
 GPT2_VOCABULARY = 50257
-
-# GiB that torch sees of the card where its name does not tell, or where error correction takes a part of it: sizes as
-# the makers state them, less what drivers commonly report missing. None was measured here; --memory_gib overrules.
-CARD_GIB = {
-    "NVIDIA A10": 22.5,
-    "NVIDIA A10G": 22.5,
-    "NVIDIA A100-PG509-200": 39.6,
-    "NVIDIA A100-SXM4-40GB": 39.4,
-    "NVIDIA A100-PCIE-40GB": 39.4,
-    "NVIDIA A100-SXM4-80GB": 79.2,
-    "NVIDIA A100 80GB PCIe": 79.2,
-    "NVIDIA A30": 23.5,
-    "NVIDIA A40": 44.4,
-    "NVIDIA GeForce RTX 2070": 7.8,
-    "NVIDIA GeForce RTX 2070 SUPER": 7.8,
-    "NVIDIA GeForce RTX 2080": 7.8,
-    "NVIDIA GeForce RTX 2080 SUPER": 7.8,
-    "NVIDIA GeForce RTX 2080 Ti": 10.7,
-    "NVIDIA GeForce RTX 3060 Ti": 7.8,
-    "NVIDIA GeForce RTX 3070": 7.8,
-    "NVIDIA GeForce RTX 3070 Ti": 7.8,
-    "NVIDIA GeForce RTX 3080 Ti": 11.7,
-    "NVIDIA GeForce RTX 3090": 23.6,
-    "NVIDIA GeForce RTX 3090 Ti": 23.6,
-    "NVIDIA GeForce RTX 4060": 7.8,
-    "NVIDIA GeForce RTX 4070": 11.7,
-    "NVIDIA GeForce RTX 4070 SUPER": 11.7,
-    "NVIDIA GeForce RTX 4070 Ti": 11.7,
-    "NVIDIA GeForce RTX 4070 Ti SUPER": 15.7,
-    "NVIDIA GeForce RTX 4080": 15.7,
-    "NVIDIA GeForce RTX 4080 SUPER": 15.7,
-    "NVIDIA GeForce RTX 4090": 23.6,
-    "NVIDIA GeForce RTX 4090 D": 23.6,
-    "NVIDIA GeForce RTX 5070": 11.7,
-    "NVIDIA GeForce RTX 5070 Ti": 15.7,
-    "NVIDIA GeForce RTX 5080": 15.7,
-    "NVIDIA GeForce RTX 5090": 31.3,
-    "NVIDIA H100 80GB HBM3": 79.1,
-    "NVIDIA H100 PCIe": 79.1,
-    "NVIDIA H100 NVL": 93.1,
-    "NVIDIA H200": 139.8,
-    "NVIDIA L4": 22.0,
-    "NVIDIA L40": 44.4,
-    "NVIDIA L40S": 44.4,
-    "NVIDIA RTX 6000 Ada Generation": 47.4,
-    "NVIDIA RTX A4000": 15.7,
-    "NVIDIA RTX A5000": 23.7,
-    "NVIDIA RTX A6000": 47.5,
-    "TITAN RTX": 23.6,
-    "Tesla T4": 14.6,
-    "Tesla V100-PCIE-16GB": 15.8,
-    "Tesla V100-SXM2-16GB": 15.8,
-    "Tesla V100-PCIE-32GB": 31.7,
-    "Tesla V100-SXM2-32GB": 31.7,
-}
 
 SHARED_FLAGS = (
     *("model", "tokens_per_step", "sequence_length", "mixed_precision", "torch_compile", "gradient_checkpointing"),
@@ -354,13 +299,7 @@ def _device(name: str | None, config: PretrainConfig, memory_gib: float | None) 
     peak = _stated_peak(config) or rated_peak(name, precision.name) or unknown
     requested = config.torch_compile
     compiled = CompileChoice(bool(requested), "requested" if requested != "auto" else "as where there is a compiler")
-    return Device(name, "cuda", card_gib(name), peak, precision, compiled)
-
-
-def card_gib(name: str) -> float | None:
-    """GiB of a card by its name, less 2 % for what the driver keeps where only the name tells; None: not known."""
-    stated = re.search(r"\b(\d+)GB\b", name)
-    return CARD_GIB.get(name) or (0.98 * float(stated.group(1)) if stated else None)
+    return Device(name, "cuda", rated_memory_gib(name), peak, precision, compiled)
 
 
 def _stated_peak(config: PretrainConfig) -> Peak | None:

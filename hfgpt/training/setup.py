@@ -35,7 +35,6 @@ from hfgpt.model.memory import training_memory
 from hfgpt.model.pretrained import initial_weights, settled
 from hfgpt.training.batch_size import fastest_that_fits
 from hfgpt.training.callbacks import (
-    MFUCallback,
     PerplexityCallback,
     SampleCallback,
     callback_arguments,
@@ -45,8 +44,9 @@ from hfgpt.training.callbacks import (
     trackers,
     wanted_callbacks,
 )
+from hfgpt.training.lr_schedule import LearningRate
+from hfgpt.training.mfu import MFUCallback
 from hfgpt.training.non_finite import StepGuard
-from hfgpt.training.optimizer import LearningRate
 from hfgpt.training.plan import Plan, check_memory, setting_of
 from hfgpt.training.step import TrainingStep
 

@@ -19,8 +19,9 @@ from hfgpt.distributed.device import CompileChoice, Precision, seed_random_numbe
 from hfgpt.distributed.ranks import HostGroup, shared_model
 from hfgpt.model.modeling_gpt2 import HEAD_CHUNK_SIZE, document_attention, new_model
 from hfgpt.training.batch_size import MemoryWatch
+from hfgpt.training.lr_schedule import LearningRate
 from hfgpt.training.non_finite import StepResult
-from hfgpt.training.optimizer import LearningRate, build_optimizer
+from hfgpt.training.optimizer import build_optimizer
 
 
 class TrainingStep:
