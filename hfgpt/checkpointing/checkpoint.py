@@ -161,9 +161,11 @@ def _remove(folder: Path) -> None:
 class Saver:
     """Writes checkpoints in a thread beside training, one at a time; `start` waits for the one before."""
 
-    def __init__(self, run: RunFolder, keep: int | None, max_failures: int) -> None:
-        self.run, self.keep, self.max_failures = run, keep, max_failures
+    def __init__(self, run: RunFolder, keep: int | None, max_failures: int, saved_step: int | None = None) -> None:
+        """saved_step: of the newest checkpoint that there is."""
+        self.run, self.keep, self.max_failures, self.saved_step = run, keep, max_failures, saved_step
         self.failures = 0
+        self.is_postponed = False  # a checkpoint is due, but the model is not fit for one
         self._thread: threading.Thread | None = None
         self._outcome: Path | Exception | None = None
 

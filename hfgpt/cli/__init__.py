@@ -76,7 +76,7 @@ def generate(
     Example: hfgpt generate out/run/checkpoint-latest --prompt "To be"
     """
     from hfgpt.evaluation import generate as generation
-    from hfgpt.training.batch_size import out_of_memory_named
+    from hfgpt.training.out_of_memory import out_of_memory_named
 
     _quiet_transformers()
     if "-" in (prompt or []) and sys.stdin is None:
@@ -145,7 +145,7 @@ def evaluate(
     Example: hfgpt evaluate out/run/checkpoint-latest --dataset "texts/*.txt"
     """
     from hfgpt.evaluation import evaluate as scoring
-    from hfgpt.training.batch_size import out_of_memory_named
+    from hfgpt.training.out_of_memory import out_of_memory_named
 
     _quiet_transformers()
 

@@ -27,9 +27,11 @@ from hfgpt.errors import UserError
 from hfgpt.field_types import NOT_CONVERTIBLE, convert, describe
 from hfgpt.model import flops
 from hfgpt.planning.estimate import GPT2_VOCABULARY, length_of
-from hfgpt.training.batch_size import MemoryRanOut, release_memory
 from hfgpt.training.lr_schedule import LearningRate
-from hfgpt.training.step import TrainingStep
+from hfgpt.training.optimizer import build_optimizer
+from hfgpt.training.out_of_memory import MemoryRanOut, release_memory
+from hfgpt.training.setup import Machine, build_model
+from hfgpt.training.step import TrainStep
 
 
 @dataclass(frozen=True)
@@ -147,27 +149,33 @@ def measure(config: PretrainConfig, vocab_size: int, steps: int = 3) -> tuple[li
 
     Raises UserError with more processes than one.
     """
-    host = HostGroup(config.ddp_timeout)
-    if host.world > 1:
+    ranks = HostGroup(config.ddp_timeout)
+    if ranks.world > 1:
         raise UserError("hfgpt plan --measure: measures one process; start it without a launcher")
-    run = TrainingStep()
-    run.config, run.host, run.sharded = config, host, False
-    run.accelerator, run.precision = start_accelerator(config.mixed_precision, config.ddp_timeout)
-    device, cuts = run.accelerator.device, doubling(config.batch(1))
-    run.compile = choose_compile(config.torch_compile, device, steps * cuts[0].accumulation)
-    run.learning_rate = LearningRate(config, 1)
-    model = run.build_model(Vocabulary(vocab_size), {})
-    run.wrap_model()
+    accelerator, precision = start_accelerator(config.mixed_precision, config.ddp_timeout)
+    device, cuts = accelerator.device, doubling(config.batch(1))
+    compiled = choose_compile(config.torch_compile, device, steps * cuts[0].accumulation)
+    machine = Machine(ranks, accelerator, precision, is_sharded=False)
+    model = build_model(config, Vocabulary(vocab_size), machine, compiled.enabled, {})
+    step = TrainStep(
+        *(model, build_optimizer(model, config), cuts[0]),
+        accelerator=accelerator,
+        ranks=ranks,
+        learning_rate=LearningRate(config, 1),
+        seed=config.seed,
+        max_grad_norm=config.max_grad_norm,
+        attention=lambda ids_BT: {},
+    )
     peak = device_peaks.Peak(config.mfu_peak_tflops, "given")
     if peak.tflops is None:
-        peak = device_peaks.device_peak(device, run.precision.name)
+        peak = device_peaks.device_peak(device, precision.name)
     per_token = flops.training_flops_per_token(model.config, config.sequence_length)
     rows = (cuts[0].blocks_per_step, config.sequence_length + 1)
     tokens = torch.randint(vocab_size, rows, generator=torch.Generator().manual_seed(config.seed)).to(device)
     torch._dynamo.config.recompile_limit = 2 * len(cuts) + 8  # one form for each cut
     memory = {}
     for cut in cuts:
-        if (held := _peak_bytes(run, cut, tokens)) is None:
+        if (held := _peak_bytes(step, cut, tokens)) is None:
             break
         memory[cut] = held
     if not memory:
@@ -175,7 +183,7 @@ def measure(config: PretrainConfig, vocab_size: int, steps: int = 3) -> tuple[li
     times: dict[Batch, list[float]] = {cut: [] for cut in memory}
     for _ in range(steps):  # in turn, as a machine is not always equally fast
         for cut in memory:
-            times[cut].append(_seconds(run, cut, tokens))
+            times[cut].append(_seconds(step, cut, tokens))
     found = []
     for cut in cuts[: len(memory) + 1]:
         if cut not in memory:
@@ -197,23 +205,23 @@ def doubling(batch: Batch) -> list[Batch]:
     return chosen
 
 
-def _peak_bytes(run: TrainingStep, cut: Batch, tokens: torch.Tensor) -> int | None:
+def _peak_bytes(step: TrainStep, cut: Batch, tokens: torch.Tensor) -> int | None:
     """Peak memory of a first step, which also compiles; None where the device has no room for it."""
-    device = run.accelerator.device
+    device = step.accelerator.device
     release_memory(device)
     reset_peak_memory(device)
     try:
-        with_code_mended(lambda: _seconds(run, cut, tokens))
+        with_code_mended(lambda: _seconds(step, cut, tokens))
     except MemoryRanOut:
-        run.optimizer.zero_grad()
+        step.optimizer.zero_grad()
         return None
     return peak_memory_bytes(device)
 
 
-def _seconds(run: TrainingStep, cut: Batch, tokens: torch.Tensor) -> float:
-    run.batch, device = cut, run.accelerator.device
+def _seconds(step: TrainStep, cut: Batch, tokens: torch.Tensor) -> float:
+    step.batch, device = cut, step.accelerator.device
     synchronize(device)
     start = time.perf_counter()
-    run.training_step(tokens[:, :-1], tokens[:, 1:], step=1)
+    step(tokens[:, :-1], tokens[:, 1:], 1)
     synchronize(device)
     return time.perf_counter() - start

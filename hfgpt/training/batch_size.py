@@ -1,94 +1,70 @@
-"""The micro-batch that fits: found by measurement before the run, and made smaller in it where memory runs out."""
+"""The micro-batch: found by measurement before the run, or as a run that continues had it."""
 
 from __future__ import annotations
 
-import gc
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
-from accelerate.utils.memory import should_reduce_batch_size
 
-from hfgpt.config import Batch
-from hfgpt.distributed.device import memory_bytes, synchronize
+from hfgpt.config import AUTO, Batch, PretrainConfig
+from hfgpt.distributed.device import memory_bytes, synchronize, with_code_mended
 from hfgpt.distributed.ranks import HostGroup
-from hfgpt.errors import RunError, UserError, message
+from hfgpt.errors import UserError
+from hfgpt.training.out_of_memory import release_memory
+from hfgpt.training.step import TrainStep
 
 # Sizes that are tried, each at least twice the next smaller one, and for how long.
 CANDIDATES, SECONDS_PER_CANDIDATE = 4, 1.0
 
 
-class MemoryRanOut(Exception):
-    """The device had no room for a micro-batch of this step, on one process or more; nothing was updated."""
+def fastest_that_fits(step: TrainStep, needed_bytes: Callable[[Batch], int]) -> tuple[Batch, str]:
+    """The same step split so that most tokens are done per second, and a line that says what was measured.
 
-
-class MemoryWatch:
-    """Sees to it that all processes know of a micro-batch that did not fit before any of them exchanges gradients."""
-
-    def __init__(self, host: HostGroup, sharded: bool) -> None:
-        self.host, self.sharded, self.failed = host, sharded, False
-
-    @contextmanager
-    def micro_batch(self, index: int, count: int) -> Iterator[None]:
-        """Around micro-batch `index` of `count`: raises MemoryRanOut on all processes where one had no room.
-
-        Where processes share the model, or in the last micro-batch, in which they exchange gradients, they are out of
-        step by then: the error of the device ends the run.
-        """
-        alone, last = self.host.world == 1, index == count
-        if not alone and not self.sharded and last and index > 1 and any(self.host.gather(self.failed)):
-            self.failed = False
-            raise MemoryRanOut
-        try:
-            yield
-        except torch.OutOfMemoryError as error:
-            if alone:
-                raise MemoryRanOut from error
-            if self.sharded or last:
-                raise
-            self.failed = True  # told before the last micro-batch; what comes until then is in vain
-
-
-@contextmanager
-def out_of_memory_named(where: str, fix: str) -> Iterator[None]:
-    """Where memory runs out inside: RunError that names `where` and the `fix`."""
-    try:
-        yield
-    except Exception as error:
-        if not isinstance(error, torch.OutOfMemoryError | MemoryError) and not should_reduce_batch_size(error):
-            raise
-        raise RunError(f"out of memory {where} ({message(error)}); {fix}") from error
-
-
-def release_memory(device: torch.device) -> None:
-    """Give back to the device what is no longer used."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-
-
-def fastest_that_fits(
-    batch: Batch,
-    trial: Callable[[Batch], None],
-    needed_bytes: Callable[[Batch], int],
-    host: HostGroup,
-    device: torch.device,
-    optimizer: torch.optim.Optimizer,
-) -> tuple[Batch, str]:
-    """The step of `batch` cut so that most tokens are done per second, and a line that says what was measured.
-
-    `trial` does one micro-batch forward and backward; `needed_bytes` is the estimate from which the search begins.
+    needed_bytes: the estimate of memory from which the search begins.
     """
+    device, optimizer = step.accelerator.device, step.optimizer
     cuda = device.type == "cuda"  # elsewhere a process that takes too much memory is killed
-    cuts = candidates(batch, needed_bytes, int(0.9 * memory_bytes(device)), beyond=cuda)
-    parameters = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
-    moments = 8 * parameters if cuda and not optimizer.state else 0
+    cuts = candidates(step.batch, needed_bytes, int(0.9 * memory_bytes(device)), beyond=cuda)
+    moments = 8 * sum(parameter.numel() for parameter in step.parameters) if cuda and not optimizer.state else 0
     place = torch.empty(moments, dtype=torch.uint8, device=device)  # which the first step will take
-    best, rates = fastest(cuts, trial, host, device)
+    best, rates = fastest(cuts, partial(try_micro_batch, step), step.ranks, device)
     del place
+    optimizer.zero_grad()
     shown = ", ".join(f"{size}: {rate:,.0f}" if rate else f"{size}: does not fit" for size, rate in rates.items())
     return best, f"micro-batch: tokens/s by size, measured: {shown}"
+
+
+def try_micro_batch(step: TrainStep, batch: Batch) -> None:
+    """One micro-batch of random tokens forward and backward; no gradients are exchanged."""
+    vocabulary, device = step.model.config.vocab_size, step.accelerator.device
+    ids = torch.randint(vocabulary, (batch.micro_batch, batch.sequence_length), device=device)
+    options = {"num_items_in_batch": ids.numel(), **step.attention(ids)}
+    with step.accelerator.no_sync(step.parallel_model), step.accelerator.autocast():
+        with_code_mended(lambda: step.parallel_model(input_ids=ids, shift_labels=ids, **options).loss.backward())
+
+
+def find_recorded_batch(
+    config: PretrainConfig, batch: Batch, trainer_state: dict[str, Any]
+) -> tuple[Batch, str] | None:
+    """How the run split its step in the end, as measured or smaller where memory ran out; and a line that says so.
+
+    None where the settings or the number of processes are not as they were, or nothing is other than stated.
+    """
+    then, asked = trainer_state["config"], config.per_device_train_batch_size
+    recorded = {cut.micro_batch: cut for cut in batch.cuts()}.get(trainer_state.get("micro_batch", 0))
+    if recorded is None or then["per_device_train_batch_size"] != asked:
+        return None
+    if asked == AUTO:
+        sizes = [(run.get("tokens_per_step"), run.get("sequence_length")) for run in (then, config.to_dict())]
+        processes = trainer_state.get("choices", {}).get("processes", batch.processes)
+        if sizes[0] == sizes[1] and processes == batch.processes:
+            return recorded, f"micro-batch: {recorded.micro_batch}, as in this run before"
+    elif recorded.micro_batch < batch.micro_batch:
+        return recorded, f"micro-batch: {recorded.micro_batch} again, as memory ran out with more in this run"
+    return None
 
 
 def candidates(batch: Batch, needed_bytes: Callable[[Batch], int], available_bytes: int, beyond: bool) -> list[Batch]:
@@ -113,7 +89,7 @@ def candidates(batch: Batch, needed_bytes: Callable[[Batch], int], available_byt
 
 
 def fastest(
-    cuts: list[Batch], trial: Callable[[Batch], None], host: HostGroup, device: torch.device
+    cuts: list[Batch], trial: Callable[[Batch], None], ranks: HostGroup, device: torch.device
 ) -> tuple[Batch, dict[int, float | None]]:
     """The cut with most tokens per second in `trial`, one micro-batch forward and backward, and that of each.
 
@@ -122,7 +98,7 @@ def fastest(
     """
     rates: dict[int, float | None] = {}
     for cut in cuts:
-        seconds = host.gather(_seconds(cut, trial, device))
+        seconds = ranks.gather(_seconds(cut, trial, device))
         slowest = None if None in seconds else max(value for value in seconds if value is not None)
         rates[cut.micro_batch] = slowest and cut.micro_batch * cut.sequence_length * cut.processes / slowest
     best = max(cuts, key=lambda cut: rates[cut.micro_batch] or 0)

@@ -7,7 +7,7 @@ import json
 import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,14 +25,19 @@ from transformers.trainer_callback import (
     EarlyStoppingCallback,
     ExportableState,
     ProgressCallback,
+    TrainerControl,
     TrainerState,
 )
 
 from hfgpt.config import Batch, PretrainConfig
+from hfgpt.distributed.ranks import HostGroup
 from hfgpt.errors import UserError
 from hfgpt.evaluation.loss import perplexity
 from hfgpt.field_types import duration
-from hfgpt.training.batch_size import out_of_memory_named
+from hfgpt.training.mfu import MFUCallback, numbers
+from hfgpt.training.out_of_memory import out_of_memory_named
+from hfgpt.training.progress import Progress
+from hfgpt.training.step import TrainStep
 
 logger = logging.getLogger(__name__)
 
@@ -214,17 +219,6 @@ def wanted_callbacks(config: PretrainConfig) -> list[TrainerCallback]:
     return wanted
 
 
-def why_stopped(callbacks: list[TrainerCallback]) -> str:
-    """What a callback has ended a run for, in words."""
-    for one in callbacks:
-        if (
-            isinstance(one, EarlyStoppingCallback)
-            and one.early_stopping_patience_counter >= one.early_stopping_patience
-        ):
-            return f"no better loss in {one.early_stopping_patience_counter} evaluations"
-    return "a callback asked for it"
-
-
 def callback_states(callbacks: list[TrainerCallback]) -> dict[str, list[dict[str, Any]]]:
     """What callbacks have counted so far, by the name of their class; of several of one class in their order."""
     states: dict[str, list[dict[str, Any]]] = {}
@@ -301,7 +295,104 @@ def trackers(report_to: str) -> list[TrainerCallback]:
     return found
 
 
-def callback_handler(callbacks: list[TrainerCallback], model: Any, tokenizer: Any, optimizer: Any) -> CallbackHandler:
-    """What is due, then `callbacks` in their order, then the display, which so gets the figures the others added."""
-    display = ProgressLineCallback() if sys.stderr.isatty() else LogLineCallback()
-    return CallbackHandler([DefaultFlowCallback(), *callbacks, display], model, tokenizer, optimizer, None)
+class Callbacks:
+    """The callbacks of a run, in transformers' order, with the arguments, state and control that they share.
+
+    What is due comes first, then MFU and perplexity, those that settings ask for, the user's own, trackers, and the
+    display, so that each sees the figures that the ones before it added.
+    """
+
+    def __init__(
+        self,
+        config: PretrainConfig,
+        own: Sequence[TrainerCallback],
+        reporting: Sequence[TrainerCallback],
+        args: CallbackArguments,
+        progress: Progress,
+        step: TrainStep,
+        tokenizer: Any,
+        is_main: tuple[bool, bool],
+        blocks_per_epoch: int | None,
+        saved_states: dict[str, Any],
+    ) -> None:
+        """is_main: of all processes, and of this machine. saved_states: as `states` gave them."""
+        self.args, self.progress, self.has_own = args, progress, bool(own)
+        self.steps_per_epoch = (
+            blocks_per_epoch / step.batch.blocks_per_step if blocks_per_epoch else max(args.max_steps, 1)
+        )
+        self.mfu = MFUCallback(
+            tokens_per_step=step.batch.tokens_per_step,
+            sequence_length=config.sequence_length,
+            precision=step.accelerator.mixed_precision,
+            peak_tflops=config.mfu_peak_tflops,
+            warmup_steps=1 if args.torch_compile else 0,
+            total_seconds=progress.wall_seconds,
+        )
+        self.control = TrainerControl()
+        self.state = TrainerState(
+            logging_steps=config.logging_steps,
+            save_steps=config.save_steps,
+            eval_steps=config.eval_steps,
+            max_steps=args.max_steps,
+            is_world_process_zero=is_main[0],
+            is_local_process_zero=is_main[1],
+        )
+        callbacks = [self.mfu, PerplexityCallback(), *wanted_callbacks(config), *own, *reporting]
+
+        @contextmanager
+        def outside_the_clock() -> Iterator[None]:
+            """For what a callback does with the model: in training's precision, outside its clock."""
+            with self.mfu.stopped(), step.accelerator.autocast():
+                yield
+
+        for callback in callbacks:
+            if isinstance(callback, SampleCallback):
+                callback.around = outside_the_clock
+        restore_callbacks(callbacks, saved_states)
+        display = ProgressLineCallback() if sys.stderr.isatty() else LogLineCallback()
+        self.handler = CallbackHandler(
+            [DefaultFlowCallback(), *callbacks, display], step.model, tokenizer, step.scaled_optimizer, None
+        )
+        self.call("on_init_end")
+
+    def call(self, event: str, *arguments: Any) -> None:
+        """Call `event` of each callback; what they want done is in `control`."""
+        state, progress = self.state, self.progress
+        state.global_step, state.num_input_tokens_seen = progress.step, progress.num_input_tokens_seen
+        state.epoch = progress.step / self.steps_per_epoch
+        state.best_metric, state.best_global_step = progress.best_metric, progress.best_step
+        control = getattr(self.handler, event)(self.args, state, self.control, *arguments)
+        vars(self.control).update(vars(control))  # a callback may return a new one
+
+    def report(self, figures: dict[str, Any]) -> None:
+        """Give callbacks and trackers `figures` as transformers' Trainer gives a log; what they add is in `figures`."""
+        counters = {"num_input_tokens_seen": self.progress.num_input_tokens_seen}
+        logs = numbers({**figures, **counters, "wall_seconds": self.mfu.total_seconds})
+        record = {**figures, **counters, "step": self.progress.step}
+        self.state.log_history.append(record)
+        try:
+            self.call("on_log", logs)
+        finally:
+            counted = ("step", "wall_seconds", *counters)
+            figures |= {key: value for key, value in {**record, **logs}.items() if key not in counted}
+
+    def agree(self, ranks: HostGroup) -> None:
+        """What a callback of the user's wants on one process is done on all."""
+        if self.has_own and ranks.world > 1:
+            for wanted in ranks.gather(vars(self.control)):
+                for name, value in wanted.items():
+                    setattr(self.control, name, value or getattr(self.control, name))
+
+    def states(self) -> dict[str, list[dict[str, Any]]]:
+        """What callbacks have counted so far, for a checkpoint."""
+        return callback_states(self.handler.callbacks)
+
+    def why_stopped(self) -> str:
+        """What a callback has ended the run for, in words."""
+        for one in self.handler.callbacks:
+            if (
+                isinstance(one, EarlyStoppingCallback)
+                and one.early_stopping_patience_counter >= one.early_stopping_patience
+            ):
+                return f"no better loss in {one.early_stopping_patience_counter} evaluations"
+        return "a callback asked for it"

@@ -8,12 +8,12 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from hfgpt.checkpointing.run_folder import RunFolder
 from hfgpt.data.stream import StepBatch
 from hfgpt.distributed.ranks import HostGroup
 from hfgpt.errors import RunError
+from hfgpt.training.step import StepResult
 
 logger = logging.getLogger(__name__)
 
@@ -21,14 +21,6 @@ logger = logging.getLogger(__name__)
 MAX_SKIPPED_STEPS = 10
 # Steps whose text is held until their figures are read.
 MAX_PENDING_STEPS = 32
-
-
-class StepResult(NamedTuple):
-    """Loss and gradient norm of a step, and the parts of the loss from this process's micro-batches: on the device."""
-
-    loss: Tensor
-    grad_norm: Tensor
-    micro_losses: Tensor  # (N,)
 
 
 class Step(NamedTuple):
@@ -39,7 +31,7 @@ class Step(NamedTuple):
     batch: StepBatch
 
 
-class StepGuard:
+class NonFiniteGuard:
     """Keeps each step's figures on the device until `read` fetches those of all steps at once.
 
     `named`: what to record of the text in some rows of a step's blocks.
@@ -58,9 +50,8 @@ class StepGuard:
         width = 2 + len(micro_losses)
         if len(self.pending) == MAX_PENDING_STEPS or (self.pending and width != self.figures.shape[1]):
             self.read()
-        if (
-            not self.pending and width != self.figures.shape[1]
-        ):  # in one place: of small tensors among large ones that are freed, see `summed_nll`
+        if not self.pending and width != self.figures.shape[1]:
+            # In one place: small tensors that live on between large freed ones keep their memory from being reused.
             self.figures = torch.empty(MAX_PENDING_STEPS, width, device=loss.device)
         self.figures[len(self.pending)] = torch.cat([loss[None], grad_norm[None], micro_losses])
         self.pending.append(step)

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import GPT2Config
 
 from hfgpt import __version__
@@ -38,17 +39,10 @@ def setting_of(config: PretrainConfig, batch: Batch, precision: str, shares: int
     )
 
 
-def check_memory(
-    config: PretrainConfig,
-    batch: Batch,
-    precision: str,
-    available_bytes: int | None,
-    shares: int = 1,
-    device_type: str = "cuda",
-) -> None:
+def check_memory(config: PretrainConfig, batch: Batch, setting: Setting, available_bytes: int | None) -> None:
     """Raise UserError for sizes far beyond the device; the smallest vocabulary stands for the one not yet known."""
     model = GPT2Config(**{**model_fields(config.model), "vocab_size": 2, "bos_token_id": None, "eos_token_id": None})
-    needed = training_memory(model, setting_of(config, batch, precision, shares, device_type)).peak
+    needed = training_memory(model, setting).peak
     needed += 12 * batch.tokens_per_step // batch.processes  # the token blocks of a step
     if available_bytes and needed > 2 * available_bytes:
         raise UserError(
@@ -106,6 +100,18 @@ class Plan:
             *([("push", f"after the last step, to {config.hub_repo_id()} on the Hub")] if config.push_to_hub else []),
         ]
         return [f"{key:<8} {value}" for key, value in rows]
+
+    def choices(self) -> dict[str, Any]:
+        """What may differ on another machine, and with it the last bits of a result."""
+        found = {
+            "precision": self.precision.name,
+            "compiled": self.compile.enabled,
+            "processes": self.batch.processes,
+            "device": self.device,
+        }
+        if self.setting.device == "cpu":  # each number of threads adds up in another order
+            found["threads"] = torch.get_num_threads()
+        return found
 
     def to_dict(self) -> dict[str, Any]:
         return {

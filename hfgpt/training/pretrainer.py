@@ -1,410 +1,225 @@
-"""`Pretrainer`: the training loop on Accelerate. What is before it: hfgpt/prepared.py. Its step: hfgpt/step.py."""
+"""`Pretrainer`: the training loop. What is before the first step: setup.py; one optimizer update: step.py."""
 
 from __future__ import annotations
 
-import logging
-import math
-import signal
-from collections.abc import Iterator
-from contextlib import closing, contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import closing
 from functools import partial
-from pathlib import Path
 from typing import Any, NoReturn
 
-import numpy as np
+from transformers import TrainerCallback
 
-from hfgpt import safe_output as output
-from hfgpt.checkpointing import checkpoint
-from hfgpt.checkpointing import state as model_state
+from hfgpt.checkpointing.checkpoint import go_on_from
+from hfgpt.config import PretrainConfig
 from hfgpt.data import told_counts
 from hfgpt.data.stream import StepBatch, batch_hash, side_by_side
-from hfgpt.distributed.device import compiler_fault, peak_memory_bytes, remove_broken_code
-from hfgpt.distributed.stop_signals import Interrupted
-from hfgpt.errors import RunError, UserError, first_line, told_by
-from hfgpt.evaluation.loss import evaluate
-from hfgpt.hub.model_card import model_card
+from hfgpt.distributed.device import peak_memory_bytes
+from hfgpt.distributed.stop_signals import Interrupted, StopSignals
+from hfgpt.errors import RunError, UserError, told_by
+from hfgpt.evaluation.loss import evaluate as evaluate_tokens
 from hfgpt.hub.push import push_trained
 from hfgpt.safe_output import safe
-from hfgpt.training.batch_size import MemoryRanOut, out_of_memory_named, release_memory
-from hfgpt.training.callbacks import numbers, why_stopped
-from hfgpt.training.non_finite import MAX_SKIPPED_STEPS, Step, StepResult
-from hfgpt.training.plan import run_facts
-from hfgpt.training.setup import PreparedRun
+from hfgpt.training.failures import how_to_continue, saved_on_failure
+from hfgpt.training.non_finite import Step
+from hfgpt.training.out_of_memory import out_of_memory_named
+from hfgpt.training.retry import attempts, rehearse
+from hfgpt.training.saving import note_saved, record_lost_output, save
+from hfgpt.training.setup import TrainingRun, prepare
+from hfgpt.training.step import StepResult
 
-logger = logging.getLogger(__name__)
 
+class Pretrainer:
+    """Trains a GPT-2-style model by a `PretrainConfig`; `callbacks` are transformers `TrainerCallback`s."""
 
-class Pretrainer(PreparedRun):
-    """Trains a GPT-2-style model by a `PretrainConfig`; `callbacks` are transformers `TrainerCallback`s.
+    run: TrainingRun  # from the beginning of `train` on
 
-    `train()` prepares everything, runs to the last step, and returns the newest evaluation record.
-    Raises UserError, before anything is written, for a run that cannot work.
-    """
+    def __init__(self, config: PretrainConfig, callbacks: Sequence[TrainerCallback] = ()) -> None:
+        self.config, self.callbacks = config, callbacks
 
     def train(self) -> dict[str, Any]:
-        with safe(), self.signals:
-            self.setup()
-            with closing(self.run), self.saver, closing(self.batches), self.saved_at_fault(), self.host.contact():
-                self._train()
-        if self.config.push_to_hub and self.run.writes:  # the other processes, and the hold on the folder, are gone
-            push_trained(self.config, self.run.checkpoint(self.state.global_step))
-        return self.evaluation
+        """Trains to the last step, and returns the newest evaluation record.
 
-    def _train(self) -> None:
-        if self.accelerator.is_main_process:
-            print("\n".join(self.plan.lines()), flush=True)
-        batch = self.next_batch() if self.state.global_step < self.max_steps else None
-        self.start_run()  # nothing is written for a run whose text fails at once
-        if self.evaluation_is_due:
-            self.evaluate_or_stop()
-        while self.state.global_step < self.max_steps and not self.control.should_training_stop:
-            mine, whole = batch or self.next_batch()
-            batch = None
-            self.control = self.handler.on_step_begin(self.args, self.state, self.control)
-            self.after_step(whole, self.take_step(mine.blocks, self.state.global_step + 1))
-        if self.state.global_step < self.max_steps and self.accelerator.is_main_process:
-            why = why_stopped(self.handler.callbacks)
-            print(f"ended at step {self.state.global_step} of {self.max_steps}: {why}", flush=True)
-        missing = self.config.eval_steps and self.evaluation_step != self.max_steps == self.state.global_step
-        if missing:
-            self.evaluate_or_stop()
-        self.finish()
-        if self.saver.failures:
-            raise RunError(f"the checkpoint of step {self.state.global_step} could not be written; {self._way_on()}")
-
-    def next_batch(self) -> tuple[StepBatch, StepBatch]:
-        """The next step's blocks: this process's share, and the whole of all processes.
-
-        Where the text of any process fails, or a signal reached it, all save what they have, and raise RunError.
+        Raises UserError, before anything is written, for a run that cannot work, and RunError for one that cannot
+        continue; what it has reached is saved.
         """
-        mine: StepBatch | UserError | RunError | None
-        try:
-            with self.signals.waiting():
-                mine = next(self.batches)
-        except Interrupted:
-            mine = self.signals.fault()
-        except (UserError, RunError) as error:
-            mine = error
-        shares = self.host.gather(mine)
-        if faults := {rank: share for rank, share in enumerate(shares) if isinstance(share, UserError | RunError)}:
-            rank, fault = next(iter(faults.items()))
-            if len(faults) < self.host.world:
-                fault = told_by(fault, f"process {rank} of {self.host.world}")
-            if not self.started:
-                raise fault
-            for event in (event for fault in faults.values() for event in fault.retries):
-                self._record(event="stream_retry", **event)
-            self.stop(fault)
-        whole = side_by_side([share for share in shares if isinstance(share, StepBatch)])
-        return shares[self.accelerator.process_index], whole
+        with safe(), StopSignals() as signals:
+            run = self.run = prepare(self.config, self.callbacks, signals)
+            ranks, control, step = run.machine.ranks, run.callbacks.control, run.step
+            with closing(run.folder), run.saver, closing(run.batches), saved_on_failure(run), ranks.contact():
+                if run.is_main:
+                    print("\n".join(run.plan.lines()), flush=True)
+                # Read first: nothing is written for a run whose text fails at once.
+                batch = None if run.is_complete else next_batch(run)
+                start(run)
+                if run.progress.evaluation_is_due:
+                    evaluate_or_stop(run)
+                while not (run.is_complete or control.should_training_stop):
+                    own, whole = batch or next_batch(run)
+                    batch = None
+                    run.callbacks.call("on_step_begin")
+                    for attempt in attempts(run):  # in smaller micro-batches where memory runs out
+                        with attempt:
+                            result = step(*step.to_tensors(own.blocks), run.progress.step + 1)
+                    advance(run, whole, result)
+                    if control.should_log:
+                        log(run)
+                    if control.should_evaluate:
+                        evaluate(run)
+                    if control.should_save or run.saver.is_postponed:
+                        save(run)
+                    record_lost_output(run)
+                    note_saved(run)  # last: callbacks take what was due for done then
+                    run.callbacks.agree(ranks)
+                complete(run)
+        if self.config.push_to_hub and run.is_main:  # the other processes and the hold on the folder are gone
+            push_trained(self.config, run.folder.checkpoint(run.progress.step))
+        return run.progress.evaluation
 
-    @contextmanager
-    def saved_at_fault(self) -> Iterator[None]:
-        """An exception inside is recorded as the end of the run, after a checkpoint of the last finished step.
 
-        What is a fault of its own to users becomes a RunError that says how to go on. Any other exception stays what it
-        is: its `end_of_run` says the same, and names the file that holds its traceback.
-        """
-        try:
-            yield
-        except (Exception, SystemExit, Interrupted) as error:
-            if self.ended or not self.started:
-                raise
-            skipped, failures = self.guard.skipped_in_a_row, self.saver.failures
-            given_up = skipped == MAX_SKIPPED_STEPS or failures >= self.saver.max_failures
-            lost = [] if given_up else self._save_at_fault()
-            fault: BaseException = error
-            if isinstance(error, Interrupted):
-                fault = self.signals.fault() or RunError("the main process was ended", 128 + signal.SIGTERM)
-            cause = str(fault) if fault is not error else f"{type(error).__name__}: {error}"
-            self._record(event="end", skipped_rows=dict(self.skipped_rows), fault=cause)
-            if given_up or isinstance(error, SystemExit):
-                raise
-            everywhere = getattr(error, "everywhere", False)
-            end = [*([] if everywhere else [f"ended after step {self.state.global_step}"]), *lost, self._way_on()]
-            if broken := compiler_fault(error) if isinstance(error, Exception) else None:
-                fault = RunError(broken)
-            if isinstance(fault, UserError | RunError):
-                problems = getattr(fault, "problems", [str(fault)])
-                raise RunError("; ".join([*problems, *end]), getattr(fault, "exit_code", 1), everywhere) from error
-            if file := self.run.keep_traceback(error, self.host.rank):
-                end.append(f"traceback in {file}")
-            vars(error).update(end_of_run="; ".join(end), traceback_file=file)
-            raise
+def next_batch(run: TrainingRun) -> tuple[StepBatch, StepBatch]:
+    """The blocks of the next step: this process's share, and those of all processes.
 
-    def _save_at_fault(self) -> list[str]:
-        """A checkpoint of the last finished step, by the main process alone and without callbacks; where there is none,
-        why, in words.
-        """
-        step = self.state.global_step
-        if not self.accelerator.is_main_process or step == 0:
-            return []
-        try:
-            self._record_saved(self.saver.ended(wait=True))
-            logs = self.guard.read(alone=True)
-            if logs and self.control.should_log:
-                self.mfu_callback.on_log(self.args, self.state, self.control, logs)
-                self._record(**logs)
-            self.record_lost_output()
-            if step == self.saved_step and not self.saver.failures:
-                return []
-            if self.updating:
-                return [f"step {step} is not saved, as the next one had begun to change the model"]
-            if self.sharded:
-                return [f"step {step} is not saved, as the processes share the model and only all of them can save it"]
-            self._start_save(at_fault=True)
-            outcome = self.saver.ended(wait=True)
-            self._record_saved(outcome)
-        except Exception as error:
-            outcome = error
-        return [f"step {step} is not saved ({first_line(outcome)})"] if isinstance(outcome, Exception) else []
+    Where reading fails on any process, or a signal came, all of them save what they have and raise RunError.
+    """
+    ranks = run.machine.ranks
+    own: StepBatch | UserError | RunError | None
+    try:
+        with run.signals.waiting():
+            own = next(run.batches)
+    except Interrupted:
+        own = run.signals.fault()
+    except (UserError, RunError) as error:
+        own = error
+    shares = ranks.gather(own)
+    if faults := {rank: share for rank, share in enumerate(shares) if isinstance(share, UserError | RunError)}:
+        rank, fault = next(iter(faults.items()))
+        if len(faults) < ranks.world:
+            fault = told_by(fault, f"process {rank} of {ranks.world}")
+        if not run.has_started:
+            raise fault
+        for event in (event for fault in faults.values() for event in fault.retries):
+            run.record(event="stream_retry", **event)
+        stop(run, fault)
+    batches = [share for share in shares if isinstance(share, StepBatch)]
+    return batches[ranks.rank], side_by_side(batches)
 
-    def stop(self, fault: Exception) -> NoReturn:
-        """Save what there is, and raise RunError with the way to go on. To be called on all processes."""
-        self.finish(fault=str(fault))
-        message = f"{fault}; ended after step {self.state.global_step}; {self._way_on()}"
-        raise RunError(message, getattr(fault, "exit_code", 1))
 
-    def _way_on(self) -> str:
-        saved_by_main = self.saved_step is not None and not self.run.writes  # perhaps in a folder not seen from here
-        if self.run.checkpoints() or saved_by_main:
-            return "continue with --resume_from_checkpoint latest"
-        return "no checkpoint has been written"
+def start(run: TrainingRun) -> None:
+    """Claim the run folder, and record that the run starts or continues."""
+    run.machine.ranks.from_main(run.folder.claim)
+    run.has_started = True
+    if not (run.resumed and run.folder.run_json.exists()):
+        run.folder.start(run.facts)
+    if run.is_main:
+        resumed_from = run.resumed.folder if run.resumed else None
+        go_on_from(run.folder, resumed_from, run.progress.step, run.config.save_total_limit)
+    if run.resumed:
+        changed = {"changed_settings": run.resumed.changed_settings, "changed_text": run.resumed.changed_text or None}
+        run.record(event="resume", checkpoint=run.resumed.folder.name, **changed)
+    else:
+        run.record(event="start")
+    with run.signals.waiting():
+        rehearse(run)
+    run.callbacks.call("on_train_begin")
 
-    def take_step(self, blocks: np.ndarray, step: int) -> StepResult:
-        """`training_step`; again from its beginning, in smaller micro-batches where memory runs out, or with a broken
-        compiled file removed.
-        """
-        tensors = self.to_tensors(blocks)
-        compiles = self.compile.enabled and self.state.global_step == self.begins_at  # for minutes, perhaps
-        fix = "state a smaller --per_device_train_batch_size"
-        while True:
-            self.updating = self.sharded  # processes that share the model may stand anywhere in a step
-            where = f"with micro-batches of {self.batch.micro_batch}"
-            try:
-                with out_of_memory_named(where, fix), self.signals.waiting() if compiles else nullcontext():
-                    return self.training_step(*tensors, step=step)
-            except MemoryRanOut:
-                pass  # what the failed one holds is freed with its traceback
-            except Exception as error:
-                if self.host.world > 1 or not remove_broken_code(error):
-                    raise
-                self.optimizer.zero_grad()
-                continue
-            self.use_smaller_micro_batch(step)
-            self.rehearse_all()
 
-    def rehearse_all(self) -> None:
-        """`rehearse`, until the micro-batch is one that fits."""
-        while True:
-            try:
-                return self.rehearse()
-            except MemoryRanOut:
-                pass
-            self.use_smaller_micro_batch(self.state.global_step + 1)
+def advance(run: TrainingRun, batch: StepBatch, result: StepResult) -> None:
+    """Count a finished step, put its text in the ledger, and let the callbacks say what is due."""
+    progress, control = run.progress, run.callbacks.control
+    progress.step += 1
+    progress.num_input_tokens_seen += run.step.batch.tokens_per_step
+    progress.skipped_rows.update(batch.skipped)
+    run.position = batch.position
+    run.folder.record_text(step=progress.step, batch_hash=batch_hash(batch.blocks), position=batch.position)
+    run.step.is_updating = False
+    run.non_finite.add(Step(progress.step, run.step.learning_rate(progress.step), batch), result)
+    for event in batch.retries:
+        run.record(event="stream_retry", **event)
+    if run.is_complete:
+        control.should_log = control.should_save = True
+        control.should_evaluate = run.config.eval_steps > 0
+    run.callbacks.call("on_step_end")
+    run.callbacks.agree(run.machine.ranks)
 
-    def use_smaller_micro_batch(self, step: int) -> None:
-        """The same steps in smaller micro-batches from here on. Raises RunError where there are none."""
-        self.optimizer.zero_grad()
-        release_memory(self.accelerator.device)
-        before = self.batch
-        smaller = before.halved()
-        if smaller is None:
-            raise RunError(
-                f"out of memory in step {step} with micro-batches of one sequence; use a smaller model, or "
-                "--gradient_checkpointing true"
-            )
-        self.batch = smaller
-        cut = {"micro_batch": smaller.micro_batch, "accumulation": smaller.accumulation}
-        self._record(event="oom_retry", for_step=step, micro_batch_before=before.micro_batch, **cut)
-        logger.warning(
-            "out of memory in step %d: it is done again, micro-batch %d x accumulation %d from here on",
-            *(step, smaller.micro_batch, smaller.accumulation),
-        )
 
-    def start_run(self) -> None:
-        """run.json, and the record that the run starts or goes on."""
-        step = self.begins_at = self.state.global_step
-        self.host.from_main(self.run.claim)
-        self.facts = run_facts(self.run_id, self.plan, self.data.train.fingerprint)
-        if not (self.resumed_from and self.run.run_json.exists()):
-            self.run.start(self.facts)
-        self.started = True
-        if self.run.writes:
-            checkpoint.go_on_from(self.run, self.resumed_from, step, self.config.save_total_limit)
-        if self.resumed_from:
-            changed = {"changed_settings": self.changed_settings, "changed_text": self.changed_text or None}
-            self._record(event="resume", checkpoint=self.resumed_from.name, **changed)
-        else:
-            self._record(event="start")
-        with self.signals.waiting():
-            self.rehearse_all()
-        self.control = self.handler.on_train_begin(self.args, self.state, self.control)
+def log(run: TrainingRun) -> None:
+    """The training record of the newest step: the only place where the host waits for the device."""
+    if not (logs := run.non_finite.read()):
+        return
+    logs["memory_bytes"] = peak_memory_bytes(run.machine.accelerator.device)
+    try:
+        run.callbacks.report(logs)
+    finally:  # whatever a callback does
+        run.record(**logs)
 
-    def after_step(self, batch: StepBatch, result: StepResult) -> None:
-        """Count the step, tell the callbacks, and log, evaluate and save when due."""
-        state, config = self.state, self.config
-        state.global_step = step = state.global_step + 1
-        state.num_input_tokens_seen += self.batch.tokens_per_step
-        state.epoch = step / self.steps_per_epoch
-        self.position = batch.position
-        self.skipped_rows.update(batch.skipped)
-        self.run.record_text(step=step, batch_hash=batch_hash(batch.blocks), position=batch.position)
-        self.updating = False
-        self.guard.add(Step(step, self.learning_rate(step), batch), result)
-        for event in batch.retries:
-            self._record(event="stream_retry", **event)
-        if step == self.max_steps:
-            self.control.should_log = self.control.should_save = True
-            self.control.should_evaluate = config.eval_steps > 0
-        self.control = self.handler.on_step_end(self.args, state, self.control)
-        self.agree()
-        if self.control.should_log:
-            self.log()
-        if self.control.should_evaluate:
-            self.evaluate()
-        if self.control.should_save or self.save_is_due:
-            self.save()
-        self.record_lost_output()
-        self.note_saved()  # late, as it takes what is due for done, and sets the clock of the steps anew
-        self.agree()
 
-    def agree(self) -> None:
-        """What a callback of the user's wants on one process is done on all."""
-        if self.callbacks and self.host.world > 1:
-            for wanted in self.host.gather(vars(self.control)):
-                for name, value in wanted.items():
-                    setattr(self.control, name, value or getattr(self.control, name))
-
-    def log(self) -> None:
-        """The training record of the newest step; the only place where the host waits for the device."""
-        if not (logs := self.guard.read()):
-            return
-        logs["memory_bytes"] = peak_memory_bytes(self.accelerator.device)
-        try:
-            self._report(logs)
-        finally:  # whatever a callback does
-            self._record(**logs)
-
-    def _report(self, figures: dict[str, Any]) -> None:
-        """Give callbacks and trackers `figures` as transformers' Trainer gives a log; what they add is in `figures`."""
-        counters = {"num_input_tokens_seen": self.state.num_input_tokens_seen}
-        logs = numbers({**figures, **counters, "wall_seconds": self.mfu_callback.total_seconds})
-        record = {**figures, **counters, "step": self.state.global_step}
-        self.state.log_history.append(record)
-        try:
-            self.control = self.handler.on_log(self.args, self.state, self.control, logs)
-        finally:
-            counted = ("step", "wall_seconds", *counters)
-            figures |= {key: value for key, value in {**record, **logs}.items() if key not in counted}
-
-    def evaluate(self) -> dict[str, Any] | None:
-        """The evaluation record of the model as it is; None where a signal to any process broke it off."""
-        self.guard.read()
-        batch_size = self.config.per_device_eval_batch_size or self.batch.micro_batch
-        of_tokens = partial(
-            evaluate,
-            self.model,
-            accelerator=self.accelerator,
-            sequence_length=self.config.sequence_length,
-            batch_size=batch_size,
-            attention=self.attention,
-            stop=lambda: any(self.host.gather(self.signals.received is not None)),
-        )
-        fix = "state a smaller --per_device_eval_batch_size"
-        with out_of_memory_named(f"in evaluation with batches of {batch_size}", fix):
-            if (metrics := of_tokens(self.data.validation, scored_bytes=self.data.validation_bytes)) is None:
+def evaluate(run: TrainingRun) -> dict[str, Any] | None:
+    """The evaluation record of the model as it is; None where a signal to any process ended it early."""
+    run.non_finite.read()
+    batch_size = run.config.per_device_eval_batch_size or run.step.batch.micro_batch
+    of_tokens = partial(
+        evaluate_tokens,
+        run.step.parallel_model,
+        accelerator=run.machine.accelerator,
+        sequence_length=run.config.sequence_length,
+        batch_size=batch_size,
+        attention=run.step.attention,
+        stop=lambda: any(run.machine.ranks.gather(run.signals.received is not None)),
+    )
+    fix = "use a smaller --per_device_eval_batch_size"
+    with out_of_memory_named(f"in evaluation with batches of {batch_size}", fix):
+        if (metrics := of_tokens(run.data.validation, scored_bytes=run.data.validation_bytes)) is None:
+            return None
+        if run.data.train_sample is not None:
+            if (on_training := of_tokens(run.data.train_sample)) is None:
                 return None
-            if self.data.train_sample is not None:
-                if (on_training := of_tokens(self.data.train_sample)) is None:
-                    return None
-                metrics |= {"train_eval_loss": on_training["eval_loss"]}
-                metrics["eval_seconds"] += on_training["eval_seconds"]
-        try:
-            self._report(metrics)
-            self.control = self.handler.on_evaluate(self.args, self.state, self.control, metrics)
-        finally:  # whatever a callback does
-            self.evaluation, self.evaluation_step = metrics, self.state.global_step
-            if metrics["eval_loss"] < (math.inf if self.state.best_metric is None else self.state.best_metric):
-                self.state.best_metric, self.state.best_global_step = metrics["eval_loss"], self.state.global_step
-                self.control.should_save |= self.config.save_best
-            self._record(**metrics)
-        return metrics
+            metrics |= {"train_eval_loss": on_training["eval_loss"]}
+            metrics["eval_seconds"] += on_training["eval_seconds"]
+    try:
+        run.callbacks.report(metrics)
+        run.callbacks.call("on_evaluate", metrics)
+    finally:  # whatever a callback does
+        run.callbacks.control.should_save |= run.progress.note_evaluation(metrics) and run.config.save_best
+        run.record(**metrics)
+    return metrics
 
-    def evaluate_or_stop(self) -> None:
-        """An evaluation that a signal broke off before, as the checkpoint says. Another signal stops the run."""
-        if self.evaluate() is None:
-            self.stop(next(filter(None, self.host.gather(self.signals.fault()))))
 
-    def save(self, at_end: bool = False) -> None:
-        """Start a checkpoint of the model as it is: a Hub model folder that is also the point to resume from.
+def evaluate_or_stop(run: TrainingRun) -> None:
+    """An evaluation that a signal ended early before, as the checkpoint says. Another signal stops the run."""
+    if evaluate(run) is None:
+        stop(run, next(filter(None, run.machine.ranks.gather(run.signals.fault()))))
 
-        The state is copied at once and written beside training.
-        """
-        self.guard.read()
-        # A model that gives no finite loss is not worth a checkpoint, nor the place of one.
-        self.save_is_due = self.guard.skipped_in_a_row > 0 and not at_end
-        if self.save_is_due:
-            return
-        self.note_saved(wait=True)
-        self._start_save()
-        self.mfu_callback.on_save(self.args, self.state, self.control)  # the copy is outside the clock
 
-    def _start_save(self, at_fault: bool = False) -> None:
-        tensors = model_state.snapshot(self.raw_model, self.raw_optimizer)
-        if self.accelerator.is_main_process:
-            trainer, fingerprint = self._trainer_state(), self.data.train.fingerprint
-            data = {"fingerprint": fingerprint, "position": self.position}
-            try:
-                card = model_card(self.facts, fingerprint, trainer)
-            except Exception as error:
-                if not at_fault:
-                    raise
-                card = f"No model card could be made ({first_line(error)}).\n"
-            files = partial(model_state.write_files, self.raw_model, self.data.tokenizer, tensors, trainer, data, card)
-            self.saver.start(self.state.global_step, files, rotate=self.guard.skipped_in_a_row == 0)
-        self.saved_step = self.state.global_step
+def complete(run: TrainingRun) -> None:
+    """After the last step: a missing evaluation, the last checkpoint, the end of the records."""
+    progress, max_steps = run.progress, run.plan.max_steps
+    if not run.is_complete and run.is_main:
+        print(f"ended at step {progress.step} of {max_steps}: {run.callbacks.why_stopped()}", flush=True)
+    if run.config.eval_steps and progress.evaluation_step != max_steps == progress.step:
+        evaluate_or_stop(run)
+    finish(run)
+    if run.saver.failures:
+        raise RunError(f"the checkpoint of step {progress.step} could not be written; {how_to_continue(run)}")
 
-    def note_saved(self, wait: bool = False) -> None:
-        """Record a checkpoint that has been written since, or could not be."""
-        outcome = self.saver.ended(wait)
-        self._record_saved(outcome)
-        if isinstance(outcome, Path):
-            self.control = self.handler.on_save(self.args, self.state, self.control)
-        elif outcome is not None:
-            logger.warning("a checkpoint could not be written (%s); training goes on to the next one", outcome)
 
-    def _record_saved(self, outcome: Path | Exception | None) -> None:
-        if isinstance(outcome, Path):
-            self._record(event="save", checkpoint=outcome.name, skipped_rows=dict(self.skipped_rows))
-        elif outcome is not None:
-            self._record(event="save_failed", reason=str(outcome))
+def stop(run: TrainingRun, fault: Exception) -> NoReturn:
+    """Save what there is, and raise RunError that says how to continue. To be called on all processes."""
+    finish(run, fault=str(fault))
+    message = f"{fault}; ended after step {run.progress.step}; {how_to_continue(run)}"
+    raise RunError(message, getattr(fault, "exit_code", 1))
 
-    def record_lost_output(self) -> None:
-        """Record, once, that standard output or standard error cannot be written; training goes on without it."""
-        for stream in output.lost.keys() - self.lost_output:
-            self.lost_output.add(stream)
-            self._record(event="output_lost", stream=stream, reason=output.lost[stream])
 
-    def finish(self, fault: str | None = None) -> None:
-        """Leave the run at its end, or where it had to stop, with everything recorded and saved."""
-        if self.state.global_step not in (0, self.saved_step):
-            self.save(at_end=True)
-        self.note_saved(wait=True)
-        self.accelerator.wait_for_everyone()
-        self.control = self.handler.on_train_end(self.args, self.state, self.control)
-        self.record_lost_output()
-        self._record(event="end", skipped_rows=dict(self.skipped_rows), fault=fault)
-        self.ended = True
-        if self.skipped_rows and self.accelerator.is_main_process:
-            print("\n".join(told_counts(self.skipped_rows)), flush=True)
-        self.host.leave()
-        self.accelerator.end_training()
-
-    def _record(self, **values: Any) -> None:
-        counted = {
-            "step": self.state.global_step,
-            "num_input_tokens_seen": self.state.num_input_tokens_seen,
-            "wall_seconds": self.mfu_callback.total_seconds,
-        }
-        self.run.record(**{**counted, **values})
+def finish(run: TrainingRun, fault: str | None = None) -> None:
+    """Leave the run with everything recorded and saved."""
+    if run.progress.step not in (0, run.saver.saved_step):
+        save(run, at_end=True)
+    note_saved(run, wait=True)
+    run.machine.accelerator.wait_for_everyone()
+    run.callbacks.call("on_train_end")
+    record_lost_output(run)
+    run.record(event="end", skipped_rows=dict(run.progress.skipped_rows), fault=fault)
+    run.has_ended = True
+    if run.progress.skipped_rows and run.is_main:
+        print("\n".join(told_counts(run.progress.skipped_rows)), flush=True)
+    run.machine.ranks.leave()
+    run.machine.accelerator.end_training()

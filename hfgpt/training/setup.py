@@ -1,283 +1,271 @@
-"""Everything before the first step: device, text, model, optimizer, and where a run that goes on stood."""
+"""Everything before the first step: `prepare(config) -> TrainingRun`. Nothing is written here."""
 
 from __future__ import annotations
 
 import logging
-import math
 import signal
-import uuid
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import TrainerCallback
-from transformers.trainer_callback import TrainerControl, TrainerState
+from accelerate import Accelerator
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase, TrainerCallback
 
-from hfgpt.checkpointing import checkpoint
-from hfgpt.checkpointing import state as model_state
+from hfgpt.checkpointing.checkpoint import Saver, find_checkpoint
 from hfgpt.checkpointing.run_folder import RunFolder
-from hfgpt.checkpointing.training_state import changed_settings, read_state
+from hfgpt.checkpointing.training_state import read_state
 from hfgpt.config import AUTO, Batch, GaveWay, PretrainConfig
 from hfgpt.data import TextData, prepare_again, prepare_data
-from hfgpt.data.position import resumed_position
-from hfgpt.data.stream import iterate, named_documents
-from hfgpt.distributed.device import choose_compile, device_name, memory_bytes, start_accelerator
-from hfgpt.distributed.ranks import HostGroup, take_sharding
+from hfgpt.data.stream import StepBatch, iterate, named_documents
+from hfgpt.distributed.device import Precision, choose_compile, device_name, memory_bytes, start_accelerator
+from hfgpt.distributed.ranks import HostGroup, shared_model, take_sharding
 from hfgpt.distributed.stop_signals import Interrupted, StopSignals
 from hfgpt.errors import RunError, UserError
 from hfgpt.hub.push import check_push
-from hfgpt.model.memory import training_memory
+from hfgpt.model.memory import Setting, training_memory
+from hfgpt.model.modeling_gpt2 import HEAD_CHUNK_SIZE, document_attention, new_model
 from hfgpt.model.pretrained import initial_weights, settled
-from hfgpt.training.batch_size import fastest_that_fits
-from hfgpt.training.callbacks import (
-    PerplexityCallback,
-    SampleCallback,
-    callback_arguments,
-    callback_handler,
-    callback_states,
-    restore_callbacks,
-    trackers,
-    wanted_callbacks,
-)
+from hfgpt.training.batch_size import fastest_that_fits, find_recorded_batch
+from hfgpt.training.callbacks import Callbacks, callback_arguments, trackers
 from hfgpt.training.lr_schedule import LearningRate
-from hfgpt.training.mfu import MFUCallback
-from hfgpt.training.non_finite import StepGuard
-from hfgpt.training.plan import Plan, check_memory, setting_of
-from hfgpt.training.step import TrainingStep
+from hfgpt.training.non_finite import NonFiniteGuard
+from hfgpt.training.optimizer import build_optimizer
+from hfgpt.training.plan import Plan, check_memory, run_facts, setting_of
+from hfgpt.training.progress import Progress
+from hfgpt.training.resume import Resumed, resume
+from hfgpt.training.step import TrainStep
 
-logger = logging.getLogger(__name__)
+
+@dataclass(frozen=True)
+class Machine:
+    """The processes of a run, and what they compute on."""
+
+    ranks: HostGroup
+    accelerator: Accelerator
+    precision: Precision
+    is_sharded: bool  # the processes share parameters and optimizer state (FSDP2)
+
+    def memory_setting(self, config: PretrainConfig, batch: Batch, compiled: bool = False) -> Setting:
+        shares = self.ranks.world if self.is_sharded else 1
+        setting = setting_of(config, batch, self.precision.name, shares, self.accelerator.device.type)
+        return replace(setting, compiled=compiled)
 
 
-class PreparedRun(TrainingStep):
-    """A run by a `PretrainConfig`, ready for its next step after `setup`, which writes nothing."""
+@dataclass
+class TrainingRun:
+    """All parts of a run, complete before its first step."""
 
-    def __init__(self, config: PretrainConfig, callbacks: Sequence[TrainerCallback] = ()) -> None:
-        self.config = config
-        self.callbacks = callbacks
-        self.state = TrainerState(logging_steps=config.logging_steps, save_steps=config.save_steps)
-        self.state.eval_steps = config.eval_steps
-        self.signals = StopSignals()
-        self.control = TrainerControl()
-        self.started = self.ended = self.save_is_due = False
-        self.lost_output: set[str] = set()  # what is recorded of it
+    config: PretrainConfig
+    plan: Plan  # what the settings came to, and why
+    machine: Machine
+    signals: StopSignals
+    folder: RunFolder
+    resumed: Resumed | None
+    data: TextData
+    batches: Generator[StepBatch, None, None]
+    position: dict[str, Any]  # in the text, of all processes, after the last finished step
+    step: TrainStep
+    progress: Progress
+    callbacks: Callbacks
+    non_finite: NonFiniteGuard
+    saver: Saver
+    facts: dict[str, Any]  # what run.json holds
+    has_started: bool = False  # the folder is claimed, and records are written
+    has_ended: bool = False
+    lost_output: set[str] = field(default_factory=set)  # streams whose loss is recorded
 
-    def setup(self) -> None:
-        """Everything before the first step that writes nothing: device, text, model, optimizer, resume."""
-        timeout = self.config.ddp_timeout
-        try:
-            with self.signals.waiting():
-                self.host = HostGroup(timeout)
-                if self.host.rank:
-                    logging.getLogger("hfgpt").setLevel(logging.ERROR)  # what it would say, the main one says
-                self.sharded = take_sharding()
-                with self.host.contact():
-                    self.host.meet()
-                    self.accelerator, self.precision = start_accelerator(self.config.mixed_precision, timeout)
-                    self.host.join()
-                    self._prepare()
-        except Interrupted as error:
-            fault = self.signals.fault() or RunError("the main process was told to end", 128 + signal.SIGTERM)
-            cause = f"{error}; ended by " if str(error) else ""
-            raise RunError(f"{cause}{fault} before the first step", fault.exit_code) from error
+    @property
+    def is_main(self) -> bool:
+        return self.machine.ranks.rank == 0
 
-    def _prepare(self) -> None:
-        config, accelerator, device = self.config, self.accelerator, self.accelerator.device
-        self.state.is_world_process_zero = accelerator.is_main_process
-        self.state.is_local_process_zero = accelerator.is_local_main_process
-        self.run = RunFolder(config.output_dir, writes=accelerator.is_main_process)
-        self.host.from_main(self.run.check_writable)
-        self.host.from_main(self.run.check_free)
-        reporting = trackers(config.report_to)
-        if config.push_to_hub:
-            self.host.from_main(partial(check_push, config))
-        self.resumed_from = self.host.from_main(
-            partial(checkpoint.find_checkpoint, self.run, config.resume_from_checkpoint)
-        )
-        if self.sharded and self.precision.name == "fp16":
-            raise UserError("mixed_precision fp16: its loss scaling does not serve FSDP2; use bf16, or DDP")
-        self.config = config = self.host.from_main(partial(settled, config, self.resumed_from))
-        if self.sharded and config.per_device_train_batch_size == AUTO:
-            raise UserError(
-                "per_device_train_batch_size=auto: processes that share the model cannot try what may not fit one of "
-                "them; state a number"
-            )
-        self.batch = config.batch(accelerator.num_processes)
-        shares = accelerator.num_processes if self.sharded else 1
-        check_memory(config, self.batch, self.precision.name, memory_bytes(device), shares, device.type)
-        try:
-            self.data = self.host.from_main(self._prepare_data)
-        except UserError as error:  # a recipe's masking gives way to a tokenizer that separates no documents
-            if not str(error).startswith("document_masking") or config.is_stated("document_masking"):
-                raise
-            self.config = config = config.settled(document_masking=False)
-            config.gave_way["document_masking"] = GaveWay(True, False)
-            self.data = self.host.from_main(self._prepare_data)
-        epoch_blocks = getattr(self.data.train, "blocks_per_epoch", None)
-        self.max_steps = self.state.max_steps = config.total_steps(self.batch, epoch_blocks)
-        self.compile = choose_compile(config.torch_compile, device, self.max_steps * self.batch.accumulation)
+    @property
+    def is_complete(self) -> bool:
+        return self.progress.step >= self.plan.max_steps
 
-        tokenizer = self.data.tokenizer
-        weights = {}  # of the main process alone: it hands them to the others
-        if config.init_from and not self.resumed_from:
-            weights = initial_weights(config.init_from, tokenizer, self.host)
-        model = self.build_model(tokenizer, weights)
-        self.learning_rate = LearningRate(config, self.max_steps)
-        position, wall_seconds = None, 0.0
-        self.evaluation: dict[str, Any] = {}  # the newest, of step `evaluation_step`
-        self.evaluation_step = 0
-        self.evaluation_is_due = False  # a signal broke it off
-        self.callback_states: dict[str, Any] = {}  # of a run that goes on
-        self.skipped_rows: Counter[str] = Counter(self.data.skipped)
-        self.run_id = uuid.uuid4().hex
-        self.choices: dict[str, Any] = {
-            "precision": self.precision.name,
-            "compiled": self.compile.enabled,
-            "processes": accelerator.num_processes,
-            "device": device_name(device),
-        }
-        if device.type == "cpu":  # each number of threads adds up in another order
-            self.choices["threads"] = torch.get_num_threads()
-        self.micro_batch_is_known = config.per_device_train_batch_size != AUTO
-        if self.resumed_from:
-            position, wall_seconds = self._restore(self.resumed_from)
-        self.wrap_model()
-        if not self.micro_batch_is_known:
+    def record(self, **values: Any) -> None:
+        """Add a line to metrics.jsonl."""
+        self.progress.wall_seconds = self.callbacks.mfu.total_seconds
+        counters = {key: getattr(self.progress, key) for key in ("step", "num_input_tokens_seen", "wall_seconds")}
+        self.folder.record(**counters, **values)
 
-            def needed(cut: Batch) -> int:
-                setting = setting_of(config, cut, self.precision.name, shares, device.type)
-                return training_memory(model.config, replace(setting, compiled=self.compile.enabled)).peak
 
-            self.batch, said = fastest_that_fits(self.batch, self.trial, needed, self.host, device, self.raw_optimizer)
-            self.data.description.append(said)
-            self.optimizer.zero_grad()
-        self.batches = iterate(
-            self.data.train,
-            position,
-            rank=accelerator.process_index,
-            world=accelerator.num_processes,
-            num_workers=config.dataloader_num_workers,
-        )
-        self.position = position or self.data.train.start
-        choices = (self.precision, self.compile, device_name(device))
-        target = str(self.run.checkpoint(self.max_steps))
-        setting = setting_of(config, self.batch, self.precision.name, shares, device.type)
-        self.plan = Plan(
-            *(config, model.config, self.batch, self.max_steps, *choices, self.data.description, target),
-            setting=replace(setting, compiled=self.compile.enabled),
-        )
-        self.mfu_callback = MFUCallback(
-            tokens_per_step=self.batch.tokens_per_step,
-            sequence_length=config.sequence_length,
-            precision=self.precision.name,
-            peak_tflops=config.mfu_peak_tflops,
-            warmup_steps=1 if self.compile.enabled else 0,
-        )
-        self.mfu_callback.total_seconds = wall_seconds
-        compiled, resumed_from = self.compile.enabled, self.resumed_from
-        self.args = callback_arguments(config, self.batch, self.max_steps, self.precision.name, compiled, resumed_from)
-        self.steps_per_epoch = epoch_blocks / self.batch.blocks_per_step if epoch_blocks else self.max_steps
-        callbacks = [self.mfu_callback, PerplexityCallback(), *wanted_callbacks(config), *self.callbacks, *reporting]
-        for callback in callbacks:
-            if isinstance(callback, SampleCallback):
-                callback.around = self.aside
-        restore_callbacks(callbacks, self.callback_states)
-        self.handler = callback_handler(callbacks, model, tokenizer, self.optimizer)
-        self.control = self.handler.on_init_end(self.args, self.state, self.control)
-        decode = partial(tokenizer.decode, skip_special_tokens=True)
-        self.guard = StepGuard(self.run, self.host, partial(named_documents, self.data.train, decode))
-        self.saver = checkpoint.Saver(self.run, config.save_total_limit, config.max_failed_saves)
-        self.saved_step = self.state.global_step if self.resumed_from else None
+def prepare(config: PretrainConfig, callbacks: Sequence[TrainerCallback], signals: StopSignals) -> TrainingRun:
+    """A run that is ready for its next step: device, text, model, optimizer, and where a resumed one stood.
 
-    @contextmanager
-    def aside(self) -> Iterator[None]:
-        """For what a callback does with the model: in training's precision, outside its clock."""
-        with self.mfu_callback.stopped(), self.accelerator.autocast():
+    To be called on all processes. Raises UserError, with nothing written, for a run that cannot work.
+    """
+    with _ended_by_signals(signals):
+        ranks = HostGroup(config.ddp_timeout)
+        if ranks.rank:
+            logging.getLogger("hfgpt").setLevel(logging.ERROR)  # the main process speaks for all
+        is_sharded = take_sharding()
+        with ranks.contact():
+            ranks.meet()
+            accelerator, precision = start_accelerator(config.mixed_precision, config.ddp_timeout)
+            ranks.join()
+            return _prepare(config, callbacks, signals, Machine(ranks, accelerator, precision, is_sharded))
+
+
+@contextmanager
+def _ended_by_signals(signals: StopSignals) -> Iterator[None]:
+    """A signal inside ends the run at once, with the exit code of that signal."""
+    try:
+        with signals.waiting():
             yield
+    except Interrupted as error:
+        fault = signals.fault() or RunError("the main process was told to end", 128 + signal.SIGTERM)
+        cause = f"{error}; ended by " if str(error) else ""
+        raise RunError(f"{cause}{fault} before the first step", fault.exit_code) from error
 
-    def _prepare_data(self) -> TextData:
-        if (folder := self.resumed_from) is None:
-            return prepare_data(self.config, self.batch.blocks_per_step)
-        saved, data = (read_state(folder, name) for name in ("trainer_state", "data_state"))
-        return prepare_again(self.config, self.batch.blocks_per_step, saved["config"], data["fingerprint"], folder)
 
-    def _restore(self, folder: Path) -> tuple[dict[str, Any], float]:
-        """Weights, optimizer, counters of a checkpoint; returns the text position and the seconds trained so far."""
-        trainer, data = self.host.from_main(
-            lambda: [read_state(folder, name) for name in ("trainer_state", "data_state")]
+def _prepare(
+    config: PretrainConfig, own_callbacks: Sequence[TrainerCallback], signals: StopSignals, machine: Machine
+) -> TrainingRun:
+    ranks, accelerator, device = machine.ranks, machine.accelerator, machine.accelerator.device
+    folder = RunFolder(config.output_dir, writes=ranks.rank == 0)
+    reporting = trackers(config.report_to)
+    resume_from = ranks.from_main(partial(_check_folder, config, folder))
+    config = ranks.from_main(partial(settled, config, resume_from))
+    batch = config.batch(ranks.world)
+    _check_sharding(config, machine)
+    check_memory(config, batch, machine.memory_setting(config, batch), memory_bytes(device))
+    config, data = _open_text(config, batch, resume_from, ranks)
+    epoch_blocks = getattr(data.train, "blocks_per_epoch", None)
+    max_steps = config.total_steps(batch, epoch_blocks)
+    compiled = choose_compile(config.torch_compile, device, max_steps * batch.accumulation)
+
+    weights: dict[str, Tensor] = {}  # of the main process alone: it hands them to the others
+    if config.init_from and not resume_from:
+        weights = initial_weights(config.init_from, data.tokenizer, ranks)
+    model = build_model(config, data.tokenizer, machine, compiled.enabled, weights)
+    optimizer = build_optimizer(model, config)
+    choices = (machine.precision, compiled, device_name(device))
+    plan = Plan(
+        *(config, model.config, batch, max_steps, *choices, data.description, str(folder.checkpoint(max_steps))),
+        setting=machine.memory_setting(config, batch, compiled.enabled),
+    )
+    progress, position, resumed = Progress(skipped_rows=data.skipped.copy()), data.train.start, None
+    learning_rate, is_measured = LearningRate(config, max_steps), config.per_device_train_batch_size == AUTO
+    if resume_from:
+        resumed = resume(resume_from, folder, plan, data, ranks)
+        resumed.load(model, optimizer, machine.accelerator.scaler, ranks)
+        progress, position, learning_rate = resumed.progress, resumed.position, resumed.learning_rate
+        if recorded := find_recorded_batch(config, batch, resumed.trainer_state):
+            (batch, line), is_measured = recorded, False
+            data.description.append(line)
+    step = TrainStep(
+        *(model, optimizer, batch),
+        accelerator=accelerator,
+        ranks=ranks,
+        learning_rate=learning_rate,
+        seed=config.seed,
+        max_grad_norm=config.max_grad_norm,
+        attention=attention_arguments(config, model, data.tokenizer, compiled.enabled),
+    )
+    if is_measured:
+
+        def needed_bytes(cut: Batch) -> int:
+            return training_memory(model.config, machine.memory_setting(config, cut, compiled.enabled)).peak
+
+        step.batch, line = fastest_that_fits(step, needed_bytes)
+        data.description.append(line)
+    plan = replace(plan, batch=step.batch, setting=machine.memory_setting(config, step.batch, compiled.enabled))
+    args = callback_arguments(config, step.batch, max_steps, machine.precision.name, compiled.enabled, resume_from)
+    decode = partial(data.tokenizer.decode, skip_special_tokens=True)
+    return TrainingRun(
+        config=config,
+        plan=plan,
+        machine=machine,
+        signals=signals,
+        folder=folder,
+        resumed=resumed,
+        data=data,
+        batches=iterate(
+            *(data.train, position), rank=ranks.rank, world=ranks.world, num_workers=config.dataloader_num_workers
+        ),
+        position=position,
+        step=step,
+        progress=progress,
+        callbacks=Callbacks(
+            *(config, own_callbacks, reporting, args, progress, step, data.tokenizer),
+            is_main=(accelerator.is_main_process, accelerator.is_local_main_process),
+            blocks_per_epoch=epoch_blocks,
+            saved_states=resumed.trainer_state.get("callbacks", {}) if resumed else {},
+        ),
+        non_finite=NonFiniteGuard(folder, ranks, partial(named_documents, data.train, decode)),
+        saver=Saver(folder, config.save_total_limit, config.max_failed_saves, progress.step if resumed else None),
+        facts=run_facts(progress.run_id, plan, data.train.fingerprint),
+    )
+
+
+def _check_folder(config: PretrainConfig, folder: RunFolder) -> Path | None:
+    """The checkpoint to resume from. Raises UserError for a folder, or a repository, that cannot be written."""
+    folder.check_writable()
+    folder.check_free()
+    if config.push_to_hub:
+        check_push(config)
+    return find_checkpoint(folder, config.resume_from_checkpoint)
+
+
+def _check_sharding(config: PretrainConfig, machine: Machine) -> None:
+    if machine.is_sharded and machine.precision.name == "fp16":
+        raise UserError("mixed_precision fp16: its loss scaling does not serve FSDP2; use bf16, or DDP")
+    if machine.is_sharded and config.per_device_train_batch_size == AUTO:
+        raise UserError(
+            "per_device_train_batch_size=auto: processes that share the model cannot try what may not fit one of "
+            "them; state a number"
         )
-        position, self.changed_text = resumed_position(
-            self.data.train, data["fingerprint"], data["position"], self.config.accept_changed_text
-        )
-        if (then := trainer["config"].get("optim")) != self.config.optim:
-            raise UserError(f"optim={self.config.optim}: {folder} was saved with optim={then}; restore that")
-        model_state.load_model_and_optimizer(folder, self.raw_model, self.raw_optimizer, self.host)
-        if self.accelerator.scaler is not None and trainer["gradient_scaler"]:
-            self.accelerator.scaler.load_state_dict(trainer["gradient_scaler"])
-        self.state.global_step = trainer["step"]
-        self.state.num_input_tokens_seen = trainer["num_input_tokens_seen"]
-        self.evaluation, self.evaluation_step = trainer["evaluation"] or {}, trainer["evaluation_step"]
-        if self.evaluation_step != trainer["step"] and (
-            made_up := self.host.from_main(partial(self.run.evaluation, trainer["step"]))
-        ):
-            self.evaluation, self.evaluation_step = made_up, trainer["step"]
-        due = trainer.get("evaluation_is_due", False) and self.evaluation_step != trainer["step"]
-        self.evaluation_is_due = bool(due and self.config.eval_steps)
-        self.state.best_metric, self.state.best_global_step = trainer.get("best_metric"), trainer.get("best_step")
-        self.callback_states = trainer.get("callbacks", {})
-        self.run_id, self.skipped_rows = trainer["run_id"], Counter(trainer["skipped_rows"])
-        self._restore_micro_batch(trainer)
-        if self.max_steps < trainer["step"]:
-            raise UserError(f"max_steps={self.max_steps}: {folder} is at step {trainer['step']}; state more steps")
-        self.changed_settings = changed_settings(trainer["config"], self.config.to_dict())
-        now = {key: self.choices.get(key) for key in trainer.get("choices", {})}
-        self.changed_settings |= changed_settings(trainer.get("choices", {}), now)
-        for key, change in self.changed_settings.items():
-            logger.warning("%s is %s from here on; it was %s", key, change["to"], change["from"])
-        self.learning_rate = LearningRate(self.config, **trainer["schedule"])
-        if said := self.learning_rate.go_on(trainer["step"], self.max_steps, self.config.lr_schedule_on_resume):
-            logger.warning(said)
-        return position, trainer["wall_seconds"]
 
-    def _restore_micro_batch(self, trainer: dict[str, Any]) -> None:
-        """The micro-batch that the run had in the end: as found by measurement, or smaller where memory ran out."""
-        config, then = self.config, trainer["config"]
-        if then["per_device_train_batch_size"] != config.per_device_train_batch_size:
-            return
-        cuts = {cut.micro_batch: cut for cut in self.batch.cuts()}
-        recorded = cuts.get(trainer.get("micro_batch", 0))
-        if config.per_device_train_batch_size == AUTO:
-            step = [(run.get("tokens_per_step"), run.get("sequence_length")) for run in (then, config.to_dict())]
-            processes = trainer.get("choices", {}).get("processes", self.batch.processes)
-            if recorded and step[0] == step[1] and processes == self.batch.processes:
-                self.micro_batch_is_known, self.batch = True, recorded
-                self.data.description.append(f"micro-batch: {recorded.micro_batch}, as in this run before")
-        elif recorded and recorded.micro_batch < self.batch.micro_batch:
-            logger.warning("micro-batch %d again: memory ran out with more in this run", recorded.micro_batch)
-            self.batch = recorded
 
-    def _trainer_state(self) -> dict[str, Any]:
-        scaler = self.accelerator.scaler
-        return {
-            "run_id": self.run_id,
-            "step": self.state.global_step,
-            "num_input_tokens_seen": self.state.num_input_tokens_seen,
-            "wall_seconds": self.mfu_callback.total_seconds,
-            "schedule": self.learning_rate.state(),
-            "random_numbers": "seeded by (seed, step, process) at every step",
-            "config": self.config.to_dict(),
-            "choices": self.choices,
-            "micro_batch": self.batch.micro_batch,
-            "gradient_scaler": scaler.state_dict() if scaler is not None else None,
-            "skipped_rows": dict(self.skipped_rows),
-            "evaluation": self.evaluation if math.isfinite(self.evaluation.get("eval_perplexity", math.nan)) else None,
-            "evaluation_step": self.evaluation_step,
-            "evaluation_is_due": self.control.should_evaluate,
-            "best_metric": self.state.best_metric,
-            "best_step": self.state.best_global_step,
-            "callbacks": callback_states(self.handler.callbacks),
-        }
+def _open_text(
+    config: PretrainConfig, batch: Batch, resume_from: Path | None, ranks: HostGroup
+) -> tuple[PretrainConfig, TextData]:
+    """The text, and the settings; a recipe's masking gives way to a tokenizer that separates no documents."""
+
+    def open_for(settings: PretrainConfig) -> TextData:
+        if resume_from is None:
+            return prepare_data(settings, batch.blocks_per_step)
+        saved, data = (read_state(resume_from, name) for name in ("trainer_state", "data_state"))
+        return prepare_again(settings, batch.blocks_per_step, saved["config"], data["fingerprint"], resume_from)
+
+    try:
+        return config, ranks.from_main(partial(open_for, config))
+    except UserError as error:
+        if not str(error).startswith("document_masking") or config.is_stated("document_masking"):
+            raise
+    config = config.settled(document_masking=False)
+    config.gave_way["document_masking"] = GaveWay(True, False)
+    return config, ranks.from_main(partial(open_for, config))
+
+
+def build_model(
+    config: PretrainConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    machine: Machine,
+    compiled: bool,
+    weights: dict[str, Tensor],
+) -> Any:
+    """The model on the device, with random weights or those given by name on the main process."""
+    make, device = partial(new_model, config.model, tokenizer, config.seed, weights), machine.accelerator.device
+    model: Any = shared_model(make, device, machine.precision.name) if machine.is_sharded else make().to(device)
+    if config.gradient_checkpointing:
+        getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+    if compiled:
+        model.compile(dynamic=False)  # in place, so that names in checkpoints stay as they are
+    else:
+        model.head_chunk_size = HEAD_CHUNK_SIZE
+    return model
+
+
+def attention_arguments(
+    config: PretrainConfig, model: Any, tokenizer: PreTrainedTokenizerBase, compiled: bool
+) -> Callable[[Tensor], dict[str, Any]]:
+    """What the model's forward needs besides token ids (B, T): masks and positions if documents are kept apart."""
+    if not config.document_masking:
+        return lambda ids_BT: {}
+    flex = compiled and next(model.parameters()).device.type == "cuda" and model.config.attn_pdrop == 0
+    return partial(document_attention, separator_id=tokenizer.eos_token_id, flex=flex)
