@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from hfgpt import PretrainConfig
 from hfgpt.checkpointing.checkpoint import fault
-from hfgpt.distributed.ranks import take_sharding
+from hfgpt.distributed.fsdp2 import take_sharding
 from hfgpt.errors import UserError
 from hfgpt.training.plan import check_memory
 
@@ -463,7 +463,7 @@ WHOLE = """
 import torch, torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from transformers import GPT2Config
-from hfgpt.distributed.ranks import shared_model
+from hfgpt.distributed.fsdp2 import shared_model
 from hfgpt.model.modeling_gpt2 import GPT2LMHeadModel
 
 dist.init_process_group("gloo")

@@ -6,7 +6,8 @@ import sys
 import pytest
 
 from hfgpt import PretrainConfig, UserError, cli
-from hfgpt.distributed.device import CompileChoice, Precision
+from hfgpt.distributed.compiler import CompileChoice
+from hfgpt.distributed.device import Precision
 from hfgpt.distributed.device_peaks import rated_memory_gib
 from hfgpt.model.configuration_gpt2 import model_config
 from hfgpt.model.memory import training_memory

@@ -23,7 +23,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from hfgpt.checkpointing.run_folder import write_json
 from hfgpt.checkpointing.training_state import STATE
 from hfgpt.data.tokenization import save_tokenizer
-from hfgpt.distributed.ranks import HostGroup, from_main
+from hfgpt.distributed.fsdp2 import from_main
+from hfgpt.distributed.ranks import HostGroup
 from hfgpt.errors import UserError
 
 # Fields of the model's configuration that change what it computes.

@@ -276,12 +276,12 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON 
     """
     from importlib.metadata import version
 
+    from hfgpt.distributed import compiler, device_peaks
     from hfgpt.distributed import device as machine
-    from hfgpt.distributed import device_peaks
 
     device, threads = machine.default_device(), machine.use_all_cores(1)
     name, precision = machine.device_name(device), machine.choose_precision("auto", device)
-    compilation = machine.choose_compile("auto", device, machine.SHORT_RUN_FORWARD_PASSES)
+    compilation = compiler.choose_compile("auto", device, compiler.SHORT_RUN_FORWARD_PASSES)
     rated = device_peaks.rated_device_peak(device, precision.name)
     measured = device_peaks.measure_matmul_tflops(device, precision.name)
     stack = ("torch", "transformers", "accelerate", "datasets", "tokenizers", "safetensors")

@@ -24,8 +24,10 @@ from hfgpt.data import documents_of
 from hfgpt.data.encoding import Document, Encoder, make_repeatable
 from hfgpt.data.remote import model_files
 from hfgpt.data.sources import open_source
-from hfgpt.distributed.device import choose_compile, device_name, start_accelerator
-from hfgpt.distributed.ranks import HostGroup, take_sharding
+from hfgpt.distributed.compiler import choose_compile
+from hfgpt.distributed.device import device_name, start_accelerator
+from hfgpt.distributed.fsdp2 import take_sharding
+from hfgpt.distributed.ranks import HostGroup
 from hfgpt.errors import UserError
 from hfgpt.evaluation.generate import load_checkpoint
 from hfgpt.evaluation.hellaswag import hellaswag

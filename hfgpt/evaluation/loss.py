@@ -16,7 +16,7 @@ from accelerate.utils import gather_object
 from torch import nn
 from tqdm import tqdm  # type: ignore[import-untyped]
 
-from hfgpt.distributed.device import with_code_mended
+from hfgpt.distributed.compiler import with_code_mended
 from hfgpt.errors import UserError
 
 T = TypeVar("T")

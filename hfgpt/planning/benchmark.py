@@ -12,15 +12,14 @@ import torch
 
 from hfgpt.config import Batch, PretrainConfig
 from hfgpt.distributed import device_peaks
+from hfgpt.distributed.compiler import choose_compile, with_code_mended
 from hfgpt.distributed.device import (
-    choose_compile,
     default_device,
     device_name,
     peak_memory_bytes,
     reset_peak_memory,
     start_accelerator,
     synchronize,
-    with_code_mended,
 )
 from hfgpt.distributed.ranks import HostGroup
 from hfgpt.errors import UserError

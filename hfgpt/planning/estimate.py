@@ -12,8 +12,10 @@ from typing import Any
 from transformers import GPT2Config
 
 from hfgpt.config import POSITIVE, Batch, PretrainConfig
+from hfgpt.distributed import compiler
 from hfgpt.distributed import device as machine
-from hfgpt.distributed.device import CompileChoice, Precision
+from hfgpt.distributed.compiler import CompileChoice
+from hfgpt.distributed.device import Precision
 from hfgpt.distributed.device_peaks import Peak, device_peak, rated_devices, rated_memory_gib, rated_peak
 from hfgpt.errors import UserError
 from hfgpt.field_types import NOT_CONVERTIBLE, convert, describe
@@ -281,7 +283,7 @@ def _device(name: str | None, config: PretrainConfig, memory_gib: float | None) 
         if here.type == "cpu":
             machine.use_all_cores(1)
         precision = machine.choose_precision(config.mixed_precision, here)
-        compiled = machine.choose_compile(config.torch_compile, here, machine.SHORT_RUN_FORWARD_PASSES)
+        compiled = compiler.choose_compile(config.torch_compile, here, compiler.SHORT_RUN_FORWARD_PASSES)
         peak = _stated_peak(config) or device_peak(here, precision.name)
         gib = machine.memory_bytes(here) / 2**30
         return Device(machine.device_name(here), here.type, gib, peak, precision, compiled)

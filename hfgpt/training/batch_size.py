@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from hfgpt.config import AUTO, Batch, PretrainConfig
-from hfgpt.distributed.device import memory_bytes, synchronize, with_code_mended
+from hfgpt.distributed.compiler import with_code_mended
+from hfgpt.distributed.device import memory_bytes, synchronize
 from hfgpt.distributed.ranks import HostGroup
 from hfgpt.errors import UserError
 from hfgpt.training.out_of_memory import release_memory

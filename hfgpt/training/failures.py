@@ -6,7 +6,7 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from hfgpt.distributed.device import compiler_fault
+from hfgpt.distributed.compiler import compiler_fault
 from hfgpt.distributed.stop_signals import Interrupted
 from hfgpt.errors import RunError, UserError, first_line
 from hfgpt.training.non_finite import MAX_SKIPPED_STEPS

@@ -16,7 +16,8 @@ from transformers import GPT2Config
 
 from hfgpt import __version__
 from hfgpt.config import Batch, PretrainConfig
-from hfgpt.distributed.device import CompileChoice, Precision
+from hfgpt.distributed.compiler import CompileChoice
+from hfgpt.distributed.device import Precision
 from hfgpt.errors import UserError
 from hfgpt.model.configuration_gpt2 import model_fields
 from hfgpt.model.flops import parameter_counts

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from types import TracebackType
 
-from hfgpt.distributed.device import remove_broken_code
+from hfgpt.distributed.compiler import remove_broken_code
 from hfgpt.errors import RunError
 from hfgpt.training.batch_size import try_micro_batch
 from hfgpt.training.out_of_memory import MemoryRanOut, out_of_memory_named, release_memory

@@ -15,14 +15,17 @@ from accelerate import Accelerator
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, TrainerCallback
 
-from hfgpt.checkpointing.checkpoint import Saver, find_checkpoint
+from hfgpt.checkpointing.checkpoint import find_checkpoint
 from hfgpt.checkpointing.run_folder import RunFolder
+from hfgpt.checkpointing.saver import Saver
 from hfgpt.checkpointing.training_state import read_state
 from hfgpt.config import AUTO, Batch, GaveWay, PretrainConfig
 from hfgpt.data import TextData, prepare_again, prepare_data
 from hfgpt.data.stream import StepBatch, iterate, named_documents
-from hfgpt.distributed.device import Precision, choose_compile, device_name, memory_bytes, start_accelerator
-from hfgpt.distributed.ranks import HostGroup, shared_model, take_sharding
+from hfgpt.distributed.compiler import choose_compile
+from hfgpt.distributed.device import Precision, device_name, memory_bytes, start_accelerator
+from hfgpt.distributed.fsdp2 import shared_model, take_sharding
+from hfgpt.distributed.ranks import HostGroup
 from hfgpt.distributed.stop_signals import Interrupted, StopSignals
 from hfgpt.errors import RunError, UserError
 from hfgpt.hub.push import check_push

@@ -60,7 +60,7 @@ def worker(fields: dict[str, int], options: dict[str, Any]) -> None:
 
     from hfgpt import PretrainConfig
     from hfgpt.distributed.device import default_device, peak_memory_bytes
-    from hfgpt.distributed.ranks import shared_model
+    from hfgpt.distributed.fsdp2 import shared_model
     from hfgpt.model.modeling_gpt2 import HEAD_CHUNK_SIZE, GPT2LMHeadModel
     from hfgpt.training.optimizer import build_optimizer
 
