@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from hfgpt.distributed.compiler import compiler_fault
 from hfgpt.distributed.stop_signals import Interrupted
 from hfgpt.errors import RunError, UserError, first_line
-from hfgpt.training.non_finite import MAX_SKIPPED_STEPS
 from hfgpt.training.saving import record_lost_output, record_saved, start_save
 from hfgpt.training.setup import TrainingRun
 
@@ -27,7 +26,7 @@ def saved_on_failure(run: TrainingRun) -> Iterator[None]:
         if run.has_ended or not run.has_started:
             raise
         saver = run.saver
-        has_given_up = run.non_finite.skipped_in_a_row == MAX_SKIPPED_STEPS or saver.failures >= saver.max_failures
+        has_given_up = run.non_finite.has_given_up or saver.failures >= saver.max_failures
         lost = [] if has_given_up else _save_alone(run)
         fault: BaseException = error
         if isinstance(error, Interrupted):

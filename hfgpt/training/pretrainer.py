@@ -107,9 +107,9 @@ def next_batch(run: TrainingRun) -> tuple[StepBatch, StepBatch]:
 def start(run: TrainingRun) -> None:
     """Claim the run folder, and record that the run starts or continues."""
     run.machine.ranks.from_main(run.folder.claim)
-    run.has_started = True
     if not (run.resumed and run.folder.run_json.exists()):
         run.folder.start(run.facts)
+    run.has_started = True
     if run.is_main:
         resumed_from = run.resumed.folder if run.resumed else None
         go_on_from(run.folder, resumed_from, run.progress.step, run.config.save_total_limit)

@@ -52,6 +52,7 @@ def trainer_state(run: TrainingRun) -> dict[str, Any]:
     """What trainer_state.json holds: progress, and the state of what else must continue as it was."""
     scaler = run.machine.accelerator.scaler
     run.progress.evaluation_is_due = run.callbacks.control.should_evaluate
+    run.progress.wall_seconds = run.callbacks.mfu.total_seconds
     return {
         **run.progress.to_json(),
         "schedule": run.step.learning_rate.state(),

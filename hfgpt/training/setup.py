@@ -93,7 +93,7 @@ class TrainingRun:
         """Add a line to metrics.jsonl."""
         self.progress.wall_seconds = self.callbacks.mfu.total_seconds
         counters = {key: getattr(self.progress, key) for key in ("step", "num_input_tokens_seen", "wall_seconds")}
-        self.folder.record(**counters, **values)
+        self.folder.record(**{**counters, **values})
 
 
 def prepare(config: PretrainConfig, callbacks: Sequence[TrainerCallback], signals: StopSignals) -> TrainingRun:
