@@ -15,6 +15,9 @@ from forked import FORK, Forked
 from transformers import TrainerCallback
 
 from hfgpt import Pretrainer
+from hfgpt.distributed.stop_signals import StopSignals
+from hfgpt.training.setup import TrainingRun, prepare
+from hfgpt.training.step import StepResult
 
 ROOT, NOWHERE = Path(__file__).parent.parent, Path(os.devnull)
 CPU = str(ROOT / "accelerate_configs" / "cpu.yaml")
@@ -41,23 +44,34 @@ class StopAt(TrainerCallback):
             raise KeyboardInterrupt
 
 
-def trained(config, *callbacks) -> Pretrainer:
+def prepared(config, *callbacks) -> TrainingRun:
+    """A run before its first step."""
+    return prepare(config, callbacks, StopSignals())
+
+
+def first_step(run: TrainingRun) -> StepResult:
+    """That of `run`, on its own text."""
+    return run.step(*run.step.to_tensors(next(run.batches).blocks), 1)
+
+
+def trained(config, *callbacks) -> TrainingRun:
+    """A run after its last step."""
     pretrainer = Pretrainer(config, callbacks)
     pretrainer.train()
-    return pretrainer
+    return pretrainer.run
 
 
-def records(pretrainer, key="loss") -> list[dict]:
-    lines = [json.loads(line) for line in pretrainer.run.metrics.read_text().splitlines()]
+def records(run: TrainingRun, key="loss") -> list[dict]:
+    lines = [json.loads(line) for line in run.folder.metrics.read_text().splitlines()]
     return [line for line in lines if key in line]
 
 
-def hashes(pretrainer) -> list[str]:
-    return [json.loads(line)["batch_hash"] for line in pretrainer.run.ledger.read_text().splitlines()]
+def hashes(run: TrainingRun) -> list[str]:
+    return [json.loads(line)["batch_hash"] for line in run.folder.ledger.read_text().splitlines()]
 
 
-def same_weights(one, other) -> bool:
-    ours, theirs = one.raw_model.state_dict(), other.raw_model.state_dict()
+def same_weights(one: TrainingRun, other: TrainingRun) -> bool:
+    ours, theirs = one.step.model.state_dict(), other.step.model.state_dict()
     return all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 

@@ -161,7 +161,7 @@ def test_a_planted_pickle_is_not_read(config, tmp_path, monkeypatch):
     folder = tmp_path / "run" / "checkpoint-4"
     for name in PICKLES:
         (folder / name).write_bytes(pickle.dumps(Bomb()))
-    assert trained(config(resume_from_checkpoint="latest")).state.global_step == 6
+    assert trained(config(resume_from_checkpoint="latest")).progress.step == 6
     sealed(folder)
     load_checkpoint(folder)
     for name in ("model.safetensors", "training_state/optimizer.safetensors"):
@@ -254,7 +254,7 @@ def test_what_is_named_as_a_later_checkpoint_is_not_taken_for_one(config, tmp_pa
     deep.mkdir()
     (deep / MANIFEST).write_text("[" * 200_000)
     resumed = trained(config(resume_from_checkpoint="latest"))
-    assert resumed.resumed_from.name == "checkpoint-4"
+    assert resumed.resumed.folder.name == "checkpoint-4"
     assert "checkpoint-50 is not used: it is a copy of checkpoint-2" in caplog.text
     assert "checkpoint-60 is not used: manifest.json is unreadable" in caplog.text
 
@@ -270,7 +270,7 @@ def test_links_in_the_run_folder_lead_to_no_file_outside(config, tmp_path):
         ".checkpoint-2.removed",
     ):
         (tmp_path / "run" / name).symlink_to(tmp_path / "victim")
-    assert trained(config(resume_from_checkpoint="latest", save_total_limit=1)).state.global_step == 6
+    assert trained(config(resume_from_checkpoint="latest", save_total_limit=1)).progress.step == 6
     assert (tmp_path / "victim").read_text() == "mine"
     (tmp_path / "run" / ".lock").unlink()
     (tmp_path / "run" / ".lock").symlink_to(tmp_path / "victim")
@@ -282,15 +282,17 @@ def test_links_in_the_run_folder_lead_to_no_file_outside(config, tmp_path):
 def test_an_evaluation_that_is_not_finite_is_not_the_best(config, monkeypatch):
     losses = iter([5.0, 3.0, 4.0, nan, 9.0])
     rest = {"eval_bits_per_byte": None, "eval_tokens": 9, "eval_seconds": 1.0}
-    monkeypatch.setattr("hfgpt.training.pretrainer.evaluate", lambda *_, **__: {"eval_loss": next(losses), **rest})
-    run = trained(config(max_steps=10, eval_steps=2, save_steps=2, save_total_limit=2)).run
+    monkeypatch.setattr(
+        "hfgpt.training.pretrainer.evaluate_tokens", lambda *_, **__: {"eval_loss": next(losses), **rest}
+    )
+    run = trained(config(max_steps=10, eval_steps=2, save_steps=2, save_total_limit=2)).folder
     assert [path.name for path in run.checkpoints()] == ["checkpoint-10", "checkpoint-4"]
 
 
 def test_a_run_that_goes_on_in_another_folder_takes_its_records_along(config, tmp_path):
     whole = trained(config("whole"))
     moved = trained(config("second", resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-4")))
-    assert (tmp_path / "second" / "ledger.jsonl").read_text() == whole.run.ledger.read_text()
+    assert (tmp_path / "second" / "ledger.jsonl").read_text() == whole.folder.ledger.read_text()
     assert [line["loss"] for line in records(moved)] == [line["loss"] for line in records(whole)]
 
 
@@ -300,7 +302,7 @@ def test_checkpoints_of_another_run_are_not_taken_for_this_runs(config, tmp_path
     shutil.copytree(tmp_path / "stranger" / "checkpoint-8", tmp_path / "run" / "checkpoint-8")
     resumed = trained(config(resume_from_checkpoint="latest", max_steps=10, save_total_limit=1))
     assert "checkpoint-8 is not used: it is of another run" in caplog.text
-    assert resumed.resumed_from.name == "checkpoint-4"
+    assert resumed.resumed.folder.name == "checkpoint-4"
 
 
 def test_a_file_system_without_links_keeps_whole_checkpoints(run, monkeypatch, caplog):

@@ -13,13 +13,14 @@ import pytest
 from conftest import SHARED
 from running import StopAt, trained
 
-from hfgpt import Pretrainer, UserError, cli
+from hfgpt import UserError, cli
 from hfgpt.comparing import compare, read_runs
 from hfgpt.comparing.console_log import NANOGPT_PEAK_TFLOPS
 from hfgpt.comparing.noise import FLOOR, apart, level, window
 from hfgpt.comparing.report import WIDTH, as_text, write_report
 from hfgpt.model.configuration_gpt2 import model_config
 from hfgpt.model.flops import parameter_counts
+from hfgpt.training.step import TrainStep
 
 LOGS = SHARED / "reference_logs"
 RATED = {"peak_tflops": 80.2, "peak_source": "rated: NVIDIA GeForce RTX 4070 Ti bf16 dense"}
@@ -366,25 +367,28 @@ def test_real_runs_that_differ_by_micro_batch_and_accumulation(config, tmp_path)
     )
 
 
-class DividedTwice(Pretrainer):
+class DividedTwice(TrainStep):
     """The loss of each micro-batch is divided by the number of micro-batches once more."""
 
-    def setup(self):
-        super().setup()
+    def __init__(self, *parts, **options):
+        super().__init__(*parts, **options)
         self.attention = lambda ids_BT: {"num_items_in_batch": self.batch.tokens_per_step * self.batch.accumulation}
 
 
-class GradientsScaled(Pretrainer):
+class GradientsScaled(TrainStep):
     """Gradients are a quarter of what they should be, which Adam hides."""
 
-    def backward(self, loss):
-        super().backward(loss / 4)
+    def __init__(self, *parts, **options):
+        super().__init__(*parts, **options)
+        for parameter in self.parameters:
+            parameter.register_hook(lambda gradient: gradient / 4)
 
 
 @pytest.mark.parametrize(("bug", "key"), [(DividedTwice, "loss"), (GradientsScaled, "gradient norm")])
-def test_a_planted_bug_is_seen(config, tmp_path, bug, key):
+def test_a_planted_bug_is_seen(config, monkeypatch, tmp_path, bug, key):
     trained(config("right", max_steps=12))
-    bug(config("wrong", max_steps=12, per_device_train_batch_size=4, gradient_accumulation_steps=4)).train()
+    monkeypatch.setattr("hfgpt.training.setup.TrainStep", bug)
+    trained(config("wrong", max_steps=12, per_device_train_batch_size=4, gradient_accumulation_steps=4))
     lines = verdicts(tmp_path / "right", tmp_path / "wrong")
     assert lines[0].startswith("same tokens, different result from step 1 on;")
     assert re.search(rf"\({key} [\d.]+ and [\d.]+\)", lines[1])

@@ -8,10 +8,12 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
+from running import same_weights, trained
 
 from hfgpt.distributed import device
 from hfgpt.distributed.launcher import SET_BY_LAUNCHERS
-from hfgpt.errors import UserError
+from hfgpt.errors import RunError, UserError
+from hfgpt.training.step import TrainStep
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda:0")
 
@@ -315,38 +317,33 @@ def test_compiled_code_that_a_killed_process_left_broken_is_removed_and_made_ane
     tmp_path, config, monkeypatch, caplog
 ):
     """In a step, half of whose gradients there are already, and in an evaluation: the run is as any other."""
-    from hfgpt.training.pretrainer import Pretrainer
-
-    whole = Pretrainer(config("whole", eval_steps=3))
-    expected = whole.train()
+    whole = trained(config("whole", eval_steps=3))
     (first, in_step), (second, in_evaluation) = broken_file(tmp_path, "c4"), broken_file(tmp_path, "c5")
-    take, plain = Pretrainer.training_step, type(whole.raw_model).forward
+    model = type(whole.step.model)
+    take, plain = TrainStep.__call__, model.forward
 
-    def failing_step(self, *tensors, step):
+    def failing_step(self, ids, labels, step):
         if first.exists() and step == 2:
-            self.model(input_ids=tensors[0], shift_labels=tensors[1]).loss.backward()
+            self.parallel_model(input_ids=ids, shift_labels=labels).loss.backward()
             raise in_step
-        return take(self, *tensors, step=step)
+        return take(self, ids, labels, step)
 
     def failing_forward(self, *args, **kwargs):
         if second.exists() and not self.training:
             raise in_evaluation
         return plain(self, *args, **kwargs)
 
-    monkeypatch.setattr(Pretrainer, "training_step", failing_step)
-    monkeypatch.setattr(type(whole.raw_model), "forward", failing_forward)
-    mended = Pretrainer(config("mended", eval_steps=3))
-    assert mended.train()["eval_loss"] == expected["eval_loss"]
-    assert all(map(torch.equal, mended.raw_model.parameters(), whole.raw_model.parameters()))
+    monkeypatch.setattr(TrainStep, "__call__", failing_step)
+    monkeypatch.setattr(model, "forward", failing_forward)
+    mended = trained(config("mended", eval_steps=3))
+    assert mended.progress.evaluation["eval_loss"] == whole.progress.evaluation["eval_loss"]
+    assert same_weights(mended, whole)
     assert not first.exists() and not second.exists()
     assert sum("now removed" in message for message in caplog.messages) == 2
 
 
 def test_a_compiler_that_fails_is_told_with_the_way_out(tmp_path, config, monkeypatch):
     """A file that is broken again, and any other fault of it."""
-    from hfgpt.errors import RunError
-    from hfgpt.training.pretrainer import Pretrainer
-
     _, again = broken_file(tmp_path, "c6")
     other = type("BackendCompilerFailed", (Exception,), {})(
         "backend='inductor' raised:\nCppCompileError: C++ compile error"
@@ -357,7 +354,7 @@ def test_a_compiler_that_fails_is_told_with_the_way_out(tmp_path, config, monkey
         def fails(*_, error=error, **__):
             raise error
 
-        monkeypatch.setattr(Pretrainer, "training_step", fails)
+        monkeypatch.setattr(TrainStep, "__call__", fails)
         way = "remove /the/cache, .* --torch_compile false; no checkpoint has been written"
         with pytest.raises(RunError, match=rf"torch.compile failed \(.*{told}\); .*{way}"):
-            Pretrainer(config(told[:2])).train()
+            trained(config(told[:2]))

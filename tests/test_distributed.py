@@ -23,7 +23,7 @@ from hfgpt import PretrainConfig
 from hfgpt.checkpointing.checkpoint import fault
 from hfgpt.distributed.fsdp2 import take_sharding
 from hfgpt.errors import UserError
-from hfgpt.training.plan import check_memory
+from hfgpt.training.plan import check_memory, setting_of
 
 CONFIGS = ROOT / "accelerate_configs"
 FLAGS = ["--model", json.dumps(MODEL), "--tokenizer", "bpe-300", "--streaming", "true", "--sequence_length", "16"]
@@ -333,7 +333,7 @@ def test_what_a_callback_wants_on_one_process_is_done_on_all(failing, tmp_path):
 @pytest.mark.slow
 def test_processes_that_wait_for_different_things_say_so(failing):
     """As where a callback exchanges something on one process alone."""
-    gathers = "pretrainer.host.gather(1) or time.sleep(1000)"
+    gathers = "pretrainer.run.machine.ranks.gather(1) or time.sleep(1000)"
     code, last = failing(
         FAILING.format(what=gathers)
         .replace("run_recipe(lambda: Pretrainer(", "pretrainer = Pretrainer(")
@@ -355,7 +355,7 @@ class Counts(TrainerCallback):
             self.reduced += bucket.buffer().numel()
             return allreduce_hook(group, bucket)
 
-        pretrainer.model.register_comm_hook(None, hook)
+        pretrainer.run.step.parallel_model.register_comm_hook(None, hook)
 
     def on_step_end(self, args, state, control, model=None, **kwargs):
         self.steps += 1
@@ -398,23 +398,24 @@ UNEVEN = """
 import copy
 import torch
 import torch.distributed as dist
-from hfgpt import PretrainConfig, Pretrainer
+from running import prepared
+from hfgpt import PretrainConfig
+from hfgpt.training.pretrainer import next_batch
 
-pretrainer = Pretrainer(PretrainConfig.from_cli())
-pretrainer.setup()
-pretrainer.optimizer.step = pretrainer.optimizer.zero_grad = lambda: None
-model = copy.deepcopy(pretrainer.raw_model)
-mine, whole = pretrainer.next_batch()
-ids, labels = pretrainer.to_tensors(whole.blocks)
+run = prepared(PretrainConfig.from_cli())
+run.step.optimizer.step = run.step.optimizer.zero_grad = lambda: None
+model = copy.deepcopy(run.step.model)
+own, whole = next_batch(run)
+ids, labels = run.step.to_tensors(whole.blocks)
 labels = labels.clone()
 for row in range(len(labels)):
     labels[row, 1 + row % 3 if row < len(labels) // 2 else 12 :] = -100  # few targets on process 0, many on 1
 share = slice(len(ids) // 2 * dist.get_rank(), len(ids) // 2 * (dist.get_rank() + 1))
-loss, *_ = pretrainer.training_step(ids[share], labels[share], step=1)
+loss, *_ = run.step(ids[share], labels[share], 1)
 expected = torch.nn.functional.cross_entropy(model(ids).logits.flatten(0, 1), labels.flatten().long())
 expected.backward()
 torch.testing.assert_close(loss, expected.detach(), atol=1e-6, rtol=0)
-for ours, plain in zip(pretrainer.raw_model.parameters(), model.parameters(), strict=True):
+for ours, plain in zip(run.step.model.parameters(), model.parameters(), strict=True):
     torch.testing.assert_close(ours.grad, plain.grad, atol=1e-6, rtol=1e-5)
 """
 
@@ -500,7 +501,7 @@ def test_only_the_main_process_ever_holds_a_shared_model_whole(tmp_path):
 
 def test_a_model_that_only_fits_when_shared_is_not_refused():
     config = PretrainConfig(output_dir="run", model="gpt2-1.5b", max_steps=1, per_device_train_batch_size=1)
-    memory = 12 * 2**30
+    batch, memory = config.batch(8), 12 * 2**30
     with pytest.raises(UserError, match="GiB"):
-        check_memory(config, config.batch(8), "bf16", memory)
-    check_memory(config, config.batch(8), "bf16", memory, shares=8)
+        check_memory(config, batch, setting_of(config, batch, "bf16", 1, "cuda"), memory)
+    check_memory(config, batch, setting_of(config, batch, "bf16", 8, "cuda"), memory)

@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 import torch
 from running import hashes, records, same_weights, trained
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerState
 from transformers.trainer_callback import CallbackHandler
 
-import hfgpt.training.pretrainer
+import hfgpt.checkpointing.state
 from hfgpt import PretrainConfig, Pretrainer, SampleCallback, run_recipe
 from hfgpt import safe_output as output
 from hfgpt.checkpointing.checkpoint import fault
@@ -27,6 +27,8 @@ from hfgpt.distributed.launcher import is_launcher, ranks
 from hfgpt.distributed.stop_signals import Interrupted, StopSignals, ending_at_once
 from hfgpt.errors import RunError, UserError
 from hfgpt.training.callbacks import log_line
+from hfgpt.training.setup import TrainingRun
+from hfgpt.training.step import TrainStep
 
 
 @pytest.fixture(autouse=True)
@@ -35,23 +37,23 @@ def nothing_lost(monkeypatch):
 
 
 class Fails(TrainerCallback):
-    """Raises in one event, at step `step`."""
+    """Raises in one event, from step `step` on."""
 
     def __init__(self, event: str, step: int, error: BaseException) -> None:
         setattr(self, event, self.fail)
         self.step, self.error = step, error
 
     def fail(self, args, state, control, **kwargs):
-        if state.global_step == self.step:
+        if state.global_step >= self.step:
             raise self.error
 
 
-def ended(config, *callbacks) -> tuple[Pretrainer, BaseException]:
+def ended(config, *callbacks) -> tuple[TrainingRun, BaseException]:
     """A run that fails, and what it raised."""
     pretrainer = Pretrainer(config, callbacks)
     with pytest.raises((Exception, SystemExit)) as raised:
         pretrainer.train()
-    return pretrainer, raised.value
+    return pretrainer.run, raised.value
 
 
 def ending(capsys, main) -> tuple[int, list[str]]:
@@ -71,17 +73,20 @@ EVENTS = ["on_step_begin", "on_step_end", "on_log", "on_evaluate", "on_save", "o
 
 @pytest.mark.parametrize("event", EVENTS)
 def test_a_fault_of_a_callback_leaves_a_checkpoint_from_which_the_run_is_the_same(config, whole, capsys, event):
-    step = 6 if event == "on_train_end" else 4 if event in ("on_evaluate", "on_save") else 3
+    step = 6 if event == "on_train_end" else 4 if event == "on_evaluate" else 3
     pretrainer = Pretrainer(config(eval_steps=2), [Fails(event, step, ValueError("no\nroom"))])
     code, lines = ending(capsys, pretrainer.train)
-    file = pretrainer.run.path / "traceback.txt"
+    run = pretrainer.run
+    if event == "on_save":  # whenever the checkpoint has been written, beside training
+        step = run.progress.step
+    file = run.folder.path / "traceback.txt"
     assert code == 1 and len(lines) == 1 and "in fail" in file.read_text()
     assert lines[0] == (
         f"error: ValueError: no; ended after step {step}; continue with --resume_from_checkpoint latest; traceback in "
         f"{file}"
     )
-    assert fault(pretrainer.run.checkpoint(step)) is None
-    assert records(pretrainer, "event")[-1]["fault"] == "ValueError: no\nroom"
+    assert fault(run.folder.checkpoint(step)) is None
+    assert records(run, "event")[-1]["fault"] == "ValueError: no\nroom"
     resumed = trained(config(eval_steps=2, resume_from_checkpoint="latest"))
     assert same_weights(resumed, whole) and hashes(resumed) == hashes(whole)
     for key in ("loss", "eval_loss"):
@@ -98,18 +103,18 @@ def test_the_traceback_is_on_the_screen_where_it_is_asked_for(config, capsys, mo
 
 
 def test_a_run_ended_by_a_callback_keeps_its_exit_code_and_its_step(config):
-    pretrainer, error = ended(config(), Fails("on_step_end", 3, SystemExit(7)))
-    assert error.code == 7 and fault(pretrainer.run.checkpoint(3)) is None
+    run, error = ended(config(), Fails("on_step_end", 3, SystemExit(7)))
+    assert error.code == 7 and fault(run.folder.checkpoint(3)) is None
 
 
 def test_a_model_card_that_fails_costs_no_checkpoint(config, monkeypatch):
     def fails(*_):
         raise RuntimeError("no card")
 
-    monkeypatch.setattr(hfgpt.training.pretrainer, "model_card", fails)
-    pretrainer, error = ended(config())
-    assert "no card" in str(error) and fault(pretrainer.run.checkpoint(2)) is None
-    assert "no card" in (pretrainer.run.checkpoint(2) / "README.md").read_text()
+    monkeypatch.setattr("hfgpt.training.saving.model_card", fails)
+    run, error = ended(config())
+    assert "no card" in str(error) and fault(run.folder.checkpoint(2)) is None
+    assert "no card" in (run.folder.checkpoint(2) / "README.md").read_text()
 
 
 def test_a_tracker_that_fails_costs_no_step(config, monkeypatch):
@@ -123,35 +128,30 @@ def test_a_tracker_that_fails_costs_no_step(config, monkeypatch):
         return result
 
     monkeypatch.setattr(CallbackHandler, "call_event", call_event)
-    pretrainer, _ = ended(config())
-    assert fault(pretrainer.run.checkpoint(3)) is None and [r["step"] for r in records(pretrainer)] == [1, 2, 3]
+    run, _ = ended(config())
+    assert fault(run.folder.checkpoint(3)) is None and [r["step"] for r in records(run)] == [1, 2, 3]
 
 
-class FailsIn(Pretrainer):
-    """Its model raises in the forward pass number `count`, in training or in evaluation."""
+class ModelFails(TrainerCallback):
+    """The model raises in the forward pass number `count`, in training or in evaluation."""
 
-    def __init__(self, config, count: int, training: bool, error: Exception) -> None:
-        super().__init__(config)
+    def __init__(self, count: int, training: bool, error: Exception) -> None:
         self.left, self.training, self.error = count, training, error
 
-    def build_model(self, *args):
-        model = super().build_model(*args)
-
+    def on_init_end(self, args, state, control, model=None, **kwargs):
         def hook(model, *_):
             self.left -= model.training is self.training
             if self.left == 0:
                 raise self.error
 
         model.register_forward_pre_hook(hook)
-        return model
 
 
 def test_a_step_that_fails_half_way_leaves_the_one_before(config, whole):
     """Its second micro-batch raises: the gradient is there, the update is not."""
-    failing = FailsIn(config(eval_steps=2), 6, True, ZeroDivisionError("3"))
-    with pytest.raises(ZeroDivisionError):
-        failing.train()
-    assert fault(failing.run.checkpoint(2)) is None and not failing.run.checkpoint(3).exists()
+    run, error = ended(config(eval_steps=2), ModelFails(6, True, ZeroDivisionError("3")))
+    assert isinstance(error, ZeroDivisionError)
+    assert fault(run.folder.checkpoint(2)) is None and not run.folder.checkpoint(3).exists()
     assert same_weights(trained(config(eval_steps=2, resume_from_checkpoint="latest")), whole)
 
 
@@ -160,8 +160,8 @@ def test_an_update_that_fails_half_way_is_not_saved(config, monkeypatch):
     step = torch.optim.AdamW.step
 
     def fails(self, *args):
-        if pretrainer.state.global_step == 3:
-            next(pretrainer.raw_model.parameters()).data.add_(1)
+        if pretrainer.run.progress.step == 3:
+            next(pretrainer.run.step.model.parameters()).data.add_(1)
             raise RuntimeError("half")
         return step(self, *args)
 
@@ -169,8 +169,8 @@ def test_an_update_that_fails_half_way_is_not_saved(config, monkeypatch):
     with pytest.raises(RuntimeError) as raised:
         pretrainer.train()
     assert "step 3 is not saved, as the next one had begun" in raised.value.end_of_run
-    assert [path.name for path in pretrainer.run.checkpoints()] == ["checkpoint-2"]
-    assert fault(pretrainer.run.checkpoint(2)) is None
+    assert [path.name for path in pretrainer.run.folder.checkpoints()] == ["checkpoint-2"]
+    assert fault(pretrainer.run.folder.checkpoint(2)) is None
 
 
 def test_a_checkpoint_that_cannot_be_written_at_the_end_is_no_second_fault(config, monkeypatch):
@@ -182,19 +182,18 @@ def test_a_checkpoint_that_cannot_be_written_at_the_end_is_no_second_fault(confi
     monkeypatch.setattr(
         hfgpt.checkpointing.state,
         "write_files",
-        lambda *args: (full if pretrainer.state.global_step == 3 else write)(*args),
+        lambda *args: (full if pretrainer.run.progress.step == 3 else write)(*args),
     )
     with pytest.raises(ValueError, match="first") as raised:
         pretrainer.train()
     assert "step 3 is not saved (OSError: [Errno 28] No space" in raised.value.end_of_run
-    assert "continue with" in raised.value.end_of_run and fault(pretrainer.run.checkpoint(2)) is None
+    assert "continue with" in raised.value.end_of_run and fault(pretrainer.run.folder.checkpoint(2)) is None
 
 
 def test_a_model_is_in_training_mode_again_after_an_evaluation_that_fails(config):
-    failing = FailsIn(config(eval_steps=1), 2, False, ValueError("no"))
-    with pytest.raises(ValueError, match="no"):
-        failing.train()
-    assert failing.raw_model.training and fault(failing.run.checkpoint(1)) is None
+    run, error = ended(config(eval_steps=1), ModelFails(2, False, ValueError("no")))
+    assert isinstance(error, ValueError) and str(error) == "no"
+    assert run.step.model.training and fault(run.folder.checkpoint(1)) is None
 
 
 NO_MEMORY = [torch.OutOfMemoryError("no room"), RuntimeError("DefaultCPUAllocator: can't allocate memory: 8 bytes")]
@@ -202,15 +201,16 @@ NO_MEMORY = [torch.OutOfMemoryError("no room"), RuntimeError("DefaultCPUAllocato
 
 @pytest.mark.parametrize("error", [*NO_MEMORY, MemoryError()])
 def test_memory_that_runs_out_in_evaluation_names_its_batch_size(config, error):
-    failing = FailsIn(config(eval_steps=1, per_device_eval_batch_size=4), 2, False, error)
+    settings = config(eval_steps=1, per_device_eval_batch_size=4)
+    failing = Pretrainer(settings, [ModelFails(2, False, error)])
     with pytest.raises(RunError, match=r"in evaluation with batches of 4 .*--per_device_eval_batch_size; ended"):
         failing.train()
-    assert fault(failing.run.checkpoint(1)) is None
+    assert fault(failing.run.folder.checkpoint(1)) is None
 
 
 @pytest.mark.parametrize("error", NO_MEMORY)
 def test_memory_that_runs_out_in_sampling_names_it(config, error):
-    failing = FailsIn(config(sample_steps=2, sample_prompt="1"), 3, False, error)
+    failing = Pretrainer(config(sample_steps=2, sample_prompt="1"), [ModelFails(3, False, error)])
     with pytest.raises(RunError, match=r"out of memory in sampling .*--sample_steps 0; ended after step 2; continue"):
         failing.train()
 
@@ -303,7 +303,9 @@ def test_a_closed_pipe_ends_a_command_quietly_and_a_full_disk_in_one_line():
 
 
 def test_files_do_not_take_the_place_of_a_closed_output(tmp_path):
-    script = "import os; from hfgpt import output; output.make_safe(); print(os.open('file', os.O_CREAT))"
+    script = (
+        "import os; from hfgpt import safe_output as output; output.make_safe(); print(os.open('file', os.O_CREAT))"
+    )
     script += "; os.write(2, str(os.open('file', os.O_CREAT)).encode())"
     command = f'cd {tmp_path}; "$PYTHON" -c "{script}" <&- >&-'
     done = subprocess.run(["bash", "-c", command], env={**os.environ, "PYTHON": sys.executable}, capture_output=True)
@@ -321,9 +323,8 @@ def test_what_callbacks_add_to_a_log_can_be_recorded(tmp_path, value):
 
 
 @pytest.mark.parametrize("seconds", [1e300, float("inf"), float("nan")])
-def test_an_estimate_beyond_all_clocks_ends_nothing(config, seconds):
-    state = Pretrainer(config(max_steps=10**9)).state
-    state.max_steps = 10**9
+def test_an_estimate_beyond_all_clocks_ends_nothing(seconds):
+    state = TrainerState(max_steps=10**9)
     assert log_line(state, {"step_seconds": seconds}).endswith("ETA over 1000 years")
     assert log_line(state, {"step_seconds": 1e-6}).endswith("ETA 0:16:40")
 
@@ -381,12 +382,12 @@ def test_a_closed_terminal_ends_a_run_like_any_signal_but_not_under_nohup(config
 
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        assert trained(config("nohup"), HangUp()).state.global_step == 6
+        assert trained(config("nohup"), HangUp()).progress.step == 6
     finally:
         signal.signal(signal.SIGHUP, before)
     run, error = ended(config(), HangUp())
     assert error.exit_code == 129 and str(error).startswith("SIGHUP; ended after step 3; continue")
-    assert fault(run.run.checkpoint(3)) is None
+    assert fault(run.folder.checkpoint(3)) is None
 
 
 def test_a_signal_ends_a_compilation_at_once(config, monkeypatch):
@@ -396,7 +397,7 @@ def test_a_signal_ends_a_compilation_at_once(config, monkeypatch):
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(20)
 
-    monkeypatch.setattr(run, "training_step", compiles)
+    monkeypatch.setattr(TrainStep, "__call__", compiles)
     with pytest.raises(RunError, match="SIGTERM; ended after step 0; no checkpoint has been written") as raised:
         run.train()
     assert raised.value.exit_code == 143
@@ -446,7 +447,7 @@ def test_a_parent_with_an_odd_command_line_is_no_fault(tmp_path):
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux alone tells of a parent's end")
 def test_a_first_process_that_is_no_launcher_ends_nothing():
     """As in a container: process 1 is a shell, the environment looks like accelerate's."""
-    script = "from hfgpt import launched; launched.follow_launcher(); print('runs')"
+    script = "from hfgpt.distributed import launcher; launcher.follow_launcher(); print('runs')"
     inside = f'{sys.executable} -c "{script}"; echo $?'
     env = {**os.environ, "ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION": "False"}
     command = ["unshare", "--pid", "--fork", "--mount-proc", "bash", "-c", inside]

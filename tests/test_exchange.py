@@ -209,7 +209,7 @@ def checkpoint(tmp_path_factory):
     model |= {"scale_attn_weights": False}
     settings = {"sequence_length": 16, "max_steps": 2, "eval_steps": 0, "mixed_precision": "no", "torch_compile": False}
     settings |= {"dataset": str(root / "text.txt"), "tokenizer": "bpe-300", "learning_rate": 1e-2}
-    return trained(PretrainConfig(output_dir=str(root / "run"), model=model, **settings)).run.checkpoint(2)
+    return trained(PretrainConfig(output_dir=str(root / "run"), model=model, **settings)).folder.checkpoint(2)
 
 
 @pytest.mark.slow

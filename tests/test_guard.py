@@ -33,12 +33,12 @@ def test_a_step_that_is_not_finite_is_left_out(config, bad_steps):
                 self.handle.remove()
                 assert all(torch.equal(value, self.before[name]) for name, value in model.state_dict().items())
 
-    pretrainer = trained(config(), Poison())
-    skipped = records(pretrainer, "reason")
+    run = trained(config(), Poison())
+    skipped = records(run, "reason")
     assert [line["step"] for line in skipped] == sorted(bad_steps)
     assert all(line["event"] == "skip_step" for line in skipped)
-    assert all(parameter.isfinite().all() for parameter in pretrainer.raw_model.parameters())
-    assert len(hashes(pretrainer)) == 6  # the text goes on
+    assert all(parameter.isfinite().all() for parameter in run.step.model.parameters())
+    assert len(hashes(run)) == 6  # the text goes on
 
 
 def test_a_run_that_stays_not_finite_stops_with_its_last_good_checkpoint(config, monkeypatch):
@@ -52,8 +52,8 @@ def test_a_run_that_stays_not_finite_stops_with_its_last_good_checkpoint(config,
     pretrainer = Pretrainer(config(), [Poison()])
     with pytest.raises(RuntimeError, match="2 steps in a row, up to step 4"):
         pretrainer.train()
-    assert [path.name for path in pretrainer.run.checkpoints()] == ["checkpoint-2"]
-    weights = load_file(pretrainer.run.path / "checkpoint-latest" / "model.safetensors")
+    assert [path.name for path in pretrainer.run.folder.checkpoints()] == ["checkpoint-2"]
+    weights = load_file(pretrainer.run.folder.path / "checkpoint-latest" / "model.safetensors")
     assert all(value.isfinite().all() for value in weights.values())
 
 
@@ -79,11 +79,11 @@ class PoisonMicroBatch(TrainerCallback):
 def test_the_documents_of_a_bad_micro_batch_are_named(config, document_folder):
     options = {"dataset": str(document_folder), "streaming": True, "tokenizer": "bpe-300", "logging_steps": 3}
     options |= {"gradient_accumulation_steps": 4, "per_device_train_batch_size": 4}
-    pretrainer = trained(config(**options), PoisonMicroBatch(step=3, micro_batch=1))
-    [record] = records(pretrainer, "documents")
+    run = trained(config(**options), PoisonMicroBatch(step=3, micro_batch=1))
+    [record] = records(run, "documents")
     assert record["step"] == 3 and record["event"] == "skip_step" and record["ranks"] == [0]
-    decode = pretrainer.data.tokenizer.decode
-    batch = next(islice(iterate(pretrainer.data.train, None), 2, None))
+    decode = run.data.tokenizer.decode
+    batch = next(islice(iterate(run.data.train, None), 2, None))
     rows = ["".join(decode(row[:-1])) for row in batch.blocks[4:8]]
     assert record["documents"]
     for document in record["documents"]:
@@ -96,10 +96,10 @@ def test_the_documents_of_a_bad_micro_batch_are_named(config, document_folder):
 
 
 def test_the_beginnings_of_bad_rows_are_told_of_text_in_memory(config):
-    pretrainer = trained(config(), PoisonMicroBatch(step=2, micro_batch=0))
-    [record] = records(pretrainer, "documents")
-    batch = next(islice(iterate(pretrainer.data.train, None), 1, None))
-    expected = [pretrainer.data.tokenizer.decode(row) for row in batch.blocks[:8]]
+    run = trained(config(), PoisonMicroBatch(step=2, micro_batch=0))
+    [record] = records(run, "documents")
+    batch = next(islice(iterate(run.data.train, None), 1, None))
+    expected = [run.data.tokenizer.decode(row) for row in batch.blocks[:8]]
     assert record["documents"] == [{"row_of_step": row, "text": text} for row, text in enumerate(expected)]
 
 
@@ -141,11 +141,11 @@ def test_a_model_that_breaks_keeps_its_last_good_checkpoint(config, limit):
     pretrainer = Pretrainer(config(max_steps=30, save_steps=3, save_total_limit=limit), [Break()])
     with pytest.raises(RunError, match="10 steps in a row, up to step 17"):
         pretrainer.train()
-    assert pretrainer.run.checkpoints()[0].name == "checkpoint-6"
-    assert "10 steps in a row" in records(pretrainer, "fault")[-1]["fault"]
-    assert trained(config(max_steps=9, resume_from_checkpoint="latest")).guard.skipped_in_a_row == 0
+    assert pretrainer.run.folder.checkpoints()[0].name == "checkpoint-6"
+    assert "10 steps in a row" in records(pretrainer.run, "fault")[-1]["fault"]
+    assert trained(config(max_steps=9, resume_from_checkpoint="latest")).non_finite.skipped_in_a_row == 0
 
 
 def test_a_save_that_falls_into_a_bad_step_is_made_up_for(config):
-    pretrainer = trained(config(max_steps=7, save_steps=3), PoisonMicroBatch(step=3, micro_batch=0))
-    assert [path.name for path in pretrainer.run.checkpoints()] == ["checkpoint-7", "checkpoint-6", "checkpoint-4"]
+    run = trained(config(max_steps=7, save_steps=3), PoisonMicroBatch(step=3, micro_batch=0))
+    assert [path.name for path in run.folder.checkpoints()] == ["checkpoint-7", "checkpoint-6", "checkpoint-4"]

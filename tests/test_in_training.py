@@ -9,14 +9,13 @@ import numpy as np
 import pytest
 import torch
 from forked import FORK, completed
-from running import ROOT, StopAt, records, trained
+from running import ROOT, StopAt, prepared, records, trained
 from safetensors.torch import load_file
 from transformers import EarlyStoppingCallback
 
 from hfgpt.checkpointing import checkpoint
 from hfgpt.errors import RunError, UserError
 from hfgpt.evaluation.loss import evaluate
-from hfgpt.training import pretrainer as trainer_module
 from hfgpt.training.callbacks import SampleCallback
 
 
@@ -27,7 +26,8 @@ def test_both_splits_are_evaluated_where_asked(config, streaming, document_folde
     both = trained(config("both", eval_train=True, **options))
     data = both.data
     assert len(data.train_sample) == len(data.validation)
-    again = evaluate(both.model, data.train_sample, accelerator=both.accelerator, sequence_length=16, batch_size=8)
+    model, accelerator = both.step.parallel_model, both.machine.accelerator
+    again = evaluate(model, data.train_sample, accelerator=accelerator, sequence_length=16, batch_size=8)
     told = records(both, "eval_loss")
     assert [record["step"] for record in told] == [3, 6]
     assert told[-1]["train_eval_loss"] == pytest.approx(again["eval_loss"], rel=1e-6)
@@ -48,17 +48,17 @@ def scripted(monkeypatch):
         def evaluated(*_, **__):
             return {"eval_loss": next(left), "eval_bits_per_byte": None, "eval_tokens": 9, "eval_seconds": 0.1}
 
-        monkeypatch.setattr(trainer_module, "evaluate", evaluated)
+        monkeypatch.setattr("hfgpt.training.pretrainer.evaluate_tokens", evaluated)
 
     return script
 
 
-def names(pretrainer) -> list[str]:
-    return sorted(path.name for path in pretrainer.run.checkpoints())
+def names(run) -> list[str]:
+    return sorted(path.name for path in run.folder.checkpoints())
 
 
-def best(pretrainer) -> str:
-    return (pretrainer.run.path / "checkpoint-best").resolve().name
+def best(run) -> str:
+    return (run.folder.path / "checkpoint-best").resolve().name
 
 
 def test_the_best_checkpoint_is_saved_kept_and_named(config, scripted):
@@ -84,7 +84,7 @@ def test_a_loss_as_large_as_it_likes_is_saved_and_gone_on_from(config, scripted)
     scripted(50.0, 60.0)  # perplexities beyond any whole number of 64 bits
     trained(config(eval_steps=6))
     again = trained(config(eval_steps=6, max_steps=8, resume_from_checkpoint="latest"))
-    assert again.state.global_step == 8 and best(again) == "checkpoint-6"
+    assert again.progress.step == 8 and best(again) == "checkpoint-6"
 
 
 def test_a_run_whose_last_checkpoint_fails_ends_with_an_error(config, monkeypatch):
@@ -102,7 +102,7 @@ def test_patience_ends_the_run_early_with_a_checkpoint(config, scripted, capsys,
     scripted(3.0, 2.0, 2.5, 2.6, 1.0)
     flag, callbacks = ({"early_stopping_patience": 2}, []) if by_flag else ({}, [EarlyStoppingCallback(2)])
     run = trained(config(eval_steps=1, save_steps=0, **flag), *callbacks)
-    assert run.state.global_step == 4 and names(run) == ["checkpoint-4"]
+    assert run.progress.step == 4 and names(run) == ["checkpoint-4"]
     assert records(run, "event")[-1]["event"] == "end" and records(run, "event")[-1]["fault"] is None
     assert "ended at step 4 of 6: no better loss in 2 evaluations" in capsys.readouterr().out
 
@@ -113,7 +113,7 @@ def test_patience_counts_on_over_a_resume(config, scripted):
     with pytest.raises(KeyboardInterrupt):
         trained(config(**settings), StopAt(4))
     scripted(2.7, 1.0)
-    assert trained(config(resume_from_checkpoint="latest", **settings)).state.global_step == 4
+    assert trained(config(resume_from_checkpoint="latest", **settings)).progress.step == 4
 
 
 def test_samples_are_printed_and_change_nothing(config, capsys):
@@ -124,7 +124,7 @@ def test_samples_are_printed_and_change_nothing(config, capsys):
     out = capsys.readouterr().out
     assert "sample at step 3: the line " in out and "sample at step 6: the line " in out
     assert [r["loss"] for r in records(told)] == [r["loss"] for r in records(plain)]
-    weights = [load_file(run.run.checkpoint(6) / "model.safetensors") for run in (plain, told)]
+    weights = [load_file(run.folder.checkpoint(6) / "model.safetensors") for run in (plain, told)]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
@@ -142,15 +142,14 @@ def test_samples_are_outside_the_clock(config):
             with self.around():
                 now[0] += 1000.0
 
-    run = trainer_module.Pretrainer(config(), [Slow(1)])
-    run.setup()
-    run.mfu_callback.clock = lambda: now[0]
-    started = run.handler.on_train_begin(run.args, run.state, run.control)
-    for step in range(1, 4):
+    run = prepared(config(), Slow(1))
+    run.callbacks.mfu.clock = lambda: now[0]
+    run.callbacks.call("on_train_begin")
+    for _ in range(3):
         now[0] += 2.0
-        run.state.global_step = step
-        run.handler.on_step_end(run.args, run.state, started)
-    assert run.mfu_callback.total_seconds == 6.0
+        run.progress.step += 1
+        run.callbacks.call("on_step_end")
+    assert run.callbacks.mfu.total_seconds == 6.0
 
 
 def test_what_needs_an_evaluation_is_refused_without_one(config):

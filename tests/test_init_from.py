@@ -14,15 +14,16 @@ import pytest
 import torch
 from hub_server import HubServer
 from nanogpt_like import logits_BTV, random_state, write_checkpoint
-from running import ROOT, StopAt, records, same_weights, trained
+from running import ROOT, StopAt, prepared, records, same_weights, trained
 from safetensors.torch import load_file, save_file
 from transformers import GPT2Config
 from transformers import GPT2LMHeadModel as StockGPT2
 
-from hfgpt import PretrainConfig, Pretrainer
+from hfgpt import PretrainConfig
 from hfgpt.data.audit import audit
 from hfgpt.errors import UserError
 from hfgpt.hub.import_export import export
+from hfgpt.training.pretrainer import evaluate
 
 
 def names_nothing(config):
@@ -38,19 +39,18 @@ def begun(config):
 
 def test_a_run_begins_with_the_loss_and_weights_of_its_checkpoint(begun):
     first, settings = begun
-    folder = first.run.path / "checkpoint-latest"
-    pretrainer = Pretrainer(settings(init_from=str(folder), seed=5))
-    pretrainer.setup()
-    assert same_weights(pretrainer, first)
-    assert pretrainer.evaluate()["eval_loss"] == first.evaluation["eval_loss"]
-    assert pretrainer.data.tokenizer.get_vocab() == first.data.tokenizer.get_vocab()
-    assert pretrainer.raw_model.config.n_layer == 2 and pretrainer.state.global_step == 0
-    assert pretrainer.config.init_from == str(folder.resolve())
+    folder = first.folder.path / "checkpoint-latest"
+    run = prepared(settings(init_from=str(folder), seed=5))
+    assert same_weights(run, first)
+    assert evaluate(run)["eval_loss"] == first.progress.evaluation["eval_loss"]
+    assert run.data.tokenizer.get_vocab() == first.data.tokenizer.get_vocab()
+    assert run.step.model.config.n_layer == 2 and run.progress.step == 0
+    assert run.config.init_from == str(folder.resolve())
 
 
 def test_the_fact_is_recorded_and_a_resumed_run_does_not_need_the_source(begun, caplog):
     first, settings = begun
-    folder, start = first.run.checkpoint(6), {"init_from": str(first.run.checkpoint(6))}
+    folder, start = first.folder.checkpoint(6), {"init_from": str(first.folder.checkpoint(6))}
     whole = trained(settings("whole", **start))
     with pytest.raises(KeyboardInterrupt):
         trained(settings("part", **start), StopAt(5))
@@ -58,25 +58,25 @@ def test_the_fact_is_recorded_and_a_resumed_run_does_not_need_the_source(begun, 
     resumed = trained(settings("part", **start, resume_from_checkpoint="latest"))
     assert same_weights(whole, resumed)
     assert [line["loss"] for line in records(whole)] == [line["loss"] for line in records(resumed)]
-    run = json.loads(resumed.run.run_json.read_text())
+    run = json.loads(resumed.folder.run_json.read_text())
     assert run["config"]["init_from"] == str(folder) and run["config"]["model"]["n_layer"] == 2
-    assert "| begun from | the weights of checkpoint-6 |" in (resumed.run.checkpoint(6) / "README.md").read_text()
+    assert "| begun from | the weights of checkpoint-6 |" in (resumed.folder.checkpoint(6) / "README.md").read_text()
     assert f"begun from {folder}" in "\n".join(resumed.plan.lines())
     (record,) = records(resumed, "changed_settings")
     assert not record["changed_settings"] and "is not read" not in caplog.text
-    assert audit(resumed.run.path)["problems"] == []
+    assert audit(resumed.folder.path)["problems"] == []
     relative = os.path.relpath(folder)  # as the same command may have it, from the same place
     trained(settings("part", init_from=relative, resume_from_checkpoint="latest", max_steps=7))
     assert "is not read" not in caplog.text
     trained(settings("part", init_from="elsewhere", resume_from_checkpoint="latest", max_steps=8))
     assert f"began from {folder}" in caplog.text
     with pytest.raises(UserError, match="began from random weights; leave it out, or name another output_dir"):
-        trained(settings("first", init_from=str(resumed.run.checkpoint(6)), resume_from_checkpoint="latest"))
+        trained(settings("first", init_from=str(resumed.folder.checkpoint(6)), resume_from_checkpoint="latest"))
 
 
 def test_parameters_are_float32_and_old_buffers_and_padding_are_left_behind(begun, tmp_path):
     first, settings = begun
-    export(first.run.checkpoint(6), tmp_path / "half", "bfloat16")
+    export(first.folder.checkpoint(6), tmp_path / "half", "bfloat16")
     path = tmp_path / "half" / "model.safetensors"
     tensors = load_file(path)
     masks = {"transformer.h.0.attn.bias": torch.ones(1, 1, 32, 32), "transformer.h.0.attn.masked_bias": torch.ones(1)}
@@ -85,9 +85,7 @@ def test_parameters_are_float32_and_old_buffers_and_padding_are_left_behind(begu
     save_file({**tensors, **masks, "transformer.wte.weight": padded}, path, metadata={"format": "pt"})
     described = json.loads((tmp_path / "half" / "config.json").read_text())
     (tmp_path / "half" / "config.json").write_text(json.dumps({**described, "vocab_size": len(padded)}))
-    pretrainer = Pretrainer(settings(init_from=str(tmp_path / "half")))
-    pretrainer.setup()
-    state = pretrainer.raw_model.state_dict()
+    state = prepared(settings(init_from=str(tmp_path / "half"))).step.model.state_dict()
     assert {value.dtype for value in state.values()} == {torch.float32}
     assert all(state[name].equal(value.float()) for name, value in tensors.items())
     with pytest.raises(UserError, match="a model alone, from which --init_from starts a run"):
@@ -102,11 +100,10 @@ def test_a_nanogpt_checkpoint_goes_on_with_a_stated_tokenizer(config, tmp_path):
     checkpoint = str(write_checkpoint(tmp_path / "ckpt.pt", state, "_orig_mod."))
     with pytest.raises(UserError, match="no tokenizer of its own; state --tokenizer"):
         trained(settings(dataset=str(text), init_from=checkpoint))
-    pretrainer = Pretrainer(settings(dataset=str(text), init_from=checkpoint, tokenizer="char"))
-    pretrainer.setup()
+    run = prepared(settings(dataset=str(text), init_from=checkpoint, tokenizer="char"))
     ids = torch.arange(16)[None]
     with torch.no_grad():
-        logits = pretrainer.raw_model.eval()(ids).logits
+        logits = run.step.model.eval()(ids).logits
     torch.testing.assert_close(logits, logits_BTV(state, ids), atol=1e-5, rtol=0)
     assert not (tmp_path / "run").exists()
 
@@ -124,19 +121,19 @@ def test_a_nanogpt_checkpoint_goes_on_with_a_stated_tokenizer(config, tmp_path):
 def test_what_does_not_fit_is_refused_before_anything_is_written(begun, tmp_path, changes, named):
     first, settings = begun
     with pytest.raises(UserError) as refused:
-        trained(settings("second", **{"init_from": str(first.run.checkpoint(6)), **changes}))
+        trained(settings("second", **{"init_from": str(first.folder.checkpoint(6)), **changes}))
     assert re.search(named, "; ".join(refused.value.problems)) and not (tmp_path / "second").exists()
 
 
 def test_other_models_and_tokenizers_are_refused_by_name(begun, tmp_path, text_file, caplog):
     first, settings = begun
-    folder = Path(shutil.copytree(first.run.checkpoint(6), tmp_path / "copy"))
+    folder = Path(shutil.copytree(first.folder.checkpoint(6), tmp_path / "copy"))
     text_file.write_text(text_file.read_text() + "ÄÖÜ")
-    rows = first.raw_model.config.vocab_size
+    rows = first.step.model.config.vocab_size
     with pytest.raises(UserError, match=rf"the model has {rows} rows and the tokenizer {rows + 3} entries"):
         trained(settings(init_from=str(folder), tokenizer="char"))
     text_file.write_text(text_file.read_text().replace("ÄÖÜ", "").replace("w", "Ä"))
-    Pretrainer(settings(init_from=str(folder), tokenizer="char")).setup()
+    prepared(settings(init_from=str(folder), tokenizer="char"))
     assert "its ids stand for other tokens" in caplog.text
     described = json.loads((folder / "config.json").read_text())
     for changed, named in (({"model_type": "llama"}, "model_type is llama"), ({"n_head": 5}, "not divisible")):
@@ -147,14 +144,12 @@ def test_other_models_and_tokenizers_are_refused_by_name(begun, tmp_path, text_f
 
 def test_dropout_may_be_stated_and_is_else_the_checkpoints(begun):
     first, settings = begun
-    source = str(first.run.checkpoint(6))
-    changed = Pretrainer(settings("second", init_from=source, model={"n_layer": 2, "resid_pdrop": 0.1}))
-    changed.setup()
-    assert changed.raw_model.config.resid_pdrop == 0.1 and changed.raw_model.config.n_embd == 32
+    source = str(first.folder.checkpoint(6))
+    changed = prepared(settings("second", init_from=source, model={"n_layer": 2, "resid_pdrop": 0.1}))
+    assert changed.step.model.config.resid_pdrop == 0.1 and changed.step.model.config.n_embd == 32
     later = trained(settings("third", init_from=source, model={"resid_pdrop": 0.1}))
-    last = Pretrainer(settings(init_from=str(later.run.checkpoint(6))))
-    last.setup()
-    assert last.raw_model.config.resid_pdrop == 0.1
+    last = prepared(settings(init_from=str(later.folder.checkpoint(6))))
+    assert last.step.model.config.resid_pdrop == 0.1
 
 
 def test_a_recipes_own_model_and_tokenizer_give_way_to_the_checkpoints():
@@ -175,10 +170,10 @@ def test_a_recipes_tokenizer_and_lengths_serve_weights_that_have_none(config, tm
     recipe |= {"gradient_accumulation_steps": None, "max_tokens": None, "num_train_epochs": None, "max_steps": 1}
     flags = ["--init_from", str(checkpoint), "--dataset", str(tmp_path / "characters.txt"), "--save_steps", "0"]
     run = trained(PretrainConfig.from_cli(recipe, flags))
-    positions = run.raw_model.config.n_positions
+    positions = run.step.model.config.n_positions
     assert run.config.tokenizer == "char" and run.config.sequence_length == positions < 64
-    assert run.batch.tokens_per_step == 4096
-    recorded = run.run.facts()["gave_way"]
+    assert run.step.batch.tokens_per_step == 4096
+    recorded = run.folder.facts()["gave_way"]
     assert (
         recorded["sequence_length"] == {"recipe": 64, "now": positions} and recorded["model"]["recipe"] == "gpt2-125m"
     )
@@ -202,11 +197,10 @@ def test_a_recipes_document_masking_gives_way_to_a_tokenizer_without_separator(c
     values = {key: value for key, value in config().to_dict().items() if value is not None}
     recipe = {**values, "document_masking": True, "dataset": str(tmp_path / "words.txt")}
     flags = ["--tokenizer", str(tmp_path / "words")]
-    run = Pretrainer(PretrainConfig.from_cli(recipe, flags))
-    run.setup()
+    run = prepared(PretrainConfig.from_cli(recipe, flags))
     assert not run.config.document_masking and run.config.gave_way["document_masking"] == (True, False)
     with pytest.raises(UserError, match="document_masking"):
-        Pretrainer(PretrainConfig.from_cli(recipe, [*flags, "--document_masking", "true"])).setup()
+        prepared(PretrainConfig.from_cli(recipe, [*flags, "--document_masking", "true"]))
 
 
 HUB_RUN = """

@@ -11,9 +11,9 @@ from typer.testing import CliRunner
 from hfgpt.cli import app
 from hfgpt.config import Batch
 from hfgpt.errors import UserError
-from hfgpt.planning import benchmark as module
 from hfgpt.planning.benchmark import Measured, measure
-from hfgpt.training.batch_size import MemoryRanOut
+from hfgpt.training.out_of_memory import MemoryRanOut
+from hfgpt.training.step import TrainStep
 
 
 @pytest.fixture
@@ -24,12 +24,12 @@ def settings(config):
 def test_each_cut_is_a_whole_step_of_training(settings, monkeypatch):
     taken = []
 
-    def counted(self, ids, labels, *, step):
+    def counted(self, ids, labels, step):
         taken.append((self.batch.micro_batch, tuple(ids.shape)))
-        return original(self, ids, labels, step=step)
+        return original(self, ids, labels, step)
 
-    original = module.TrainingStep.training_step
-    monkeypatch.setattr(module.TrainingStep, "training_step", counted)
+    original = TrainStep.__call__
+    monkeypatch.setattr(TrainStep, "__call__", counted)
     found, peak = measure(settings, 50, steps=2)
     assert [row.batch for row in found] == [Batch(1, 16, 6, 1), Batch(2, 16, 3, 1), Batch(6, 16, 1, 1)]
     assert taken == [(size, (6, 16)) for size in (1, 2, 6)] + 2 * [(size, (6, 16)) for size in (1, 2, 6)]
@@ -41,11 +41,11 @@ def test_each_cut_is_a_whole_step_of_training(settings, monkeypatch):
 
 
 def test_what_does_not_fit_ends_the_list(settings, monkeypatch):
-    def step(self, ids, labels, *, step):
+    def step(self, ids, labels, number):
         if self.batch.micro_batch > 1:
             raise MemoryRanOut
 
-    monkeypatch.setattr(module.TrainingStep, "training_step", step)
+    monkeypatch.setattr(TrainStep, "__call__", step)
     found, _ = measure(settings, 50, steps=1)
     assert found[1:] == [Measured(Batch(2, 16, 3, 1))] and found[0].step_seconds > 0
 

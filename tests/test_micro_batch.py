@@ -9,46 +9,44 @@ import os
 import pytest
 import torch
 from forked import completed
-from running import FORKED_TWO, StopAt, hashes, records, same_weights
+from running import FORKED_TWO, StopAt, hashes, records, same_weights, trained
 from test_checkpoint import sealed
 from test_distributed import FLAGS, lines
+from transformers import TrainerCallback
 
-from hfgpt import Pretrainer
 from hfgpt.config import Batch
 from hfgpt.errors import RunError, UserError
 from hfgpt.training.batch_size import candidates, fastest
 
 
-class Small(Pretrainer):
-    """On a device that has room for micro-batches of `rows` at most, as far as the model can tell."""
+class Small(TrainerCallback):
+    """A device that has room for micro-batches of `rows` at most, as far as the model can tell."""
 
-    rows = 4
+    def __init__(self, rows: int = 4) -> None:
+        self.rows = rows
 
-    def setup(self):
-        super().setup()
-        plain = self.raw_model.forward
+    def on_init_end(self, args, state, control, model=None, **kwargs):
+        plain = model.forward
 
         def forward(*args, input_ids, **options):
             if len(input_ids) > self.rows and torch.is_grad_enabled():
                 raise torch.OutOfMemoryError("no room")
             return plain(*args, input_ids=input_ids, **options)
 
-        self.raw_model.forward = forward
+        model.forward = forward
 
 
-def run(kind, config, name="run", **settings):
+def run(config, *callbacks, name="run", **settings):
     step = {"tokens_per_step": 256, "gradient_accumulation_steps": None, "max_steps": 4}
-    pretrainer = kind(config(name, eval_steps=2, **step, **settings))
-    pretrainer.train()
-    return pretrainer
+    return trained(config(name, eval_steps=2, **step, **settings), *callbacks)
 
 
 def test_running_out_of_memory_gives_the_run_of_the_smaller_micro_batch_bit_for_bit(config):
     """With dropout too: the step begins anew, with its random numbers."""
     dropout = {"n_layer": 1, "n_head": 1, "n_embd": 16, "n_positions": 16, "resid_pdrop": 0.1, "embd_pdrop": 0.1}
     settings = {"model": dropout}
-    small = run(Pretrainer, config, "small", per_device_train_batch_size=4, **settings)
-    large = run(Small, config, "large", per_device_train_batch_size=16, **settings)
+    small = run(config, name="small", per_device_train_batch_size=4, **settings)
+    large = run(config, Small(), name="large", per_device_train_batch_size=16, **settings)
     assert hashes(small) == hashes(large) and same_weights(small, large)
     for key in ("loss", "grad_norm", "eval_loss"):
         assert [line[key] for line in records(large, key)] == [line[key] for line in records(small, key)]
@@ -58,24 +56,21 @@ def test_running_out_of_memory_gives_the_run_of_the_smaller_micro_batch_bit_for_
         (1, 8, 4),
     ]
     assert [line["accumulation"] for line in retries] == [2, 4]
-    assert large.batch == Batch(4, 16, 4, 1)
+    assert large.step.batch == Batch(4, 16, 4, 1)
 
 
-def test_one_sequence_that_does_not_fit_ends_the_run_with_a_way_out(config, monkeypatch):
-    monkeypatch.setattr(Small, "rows", 0)
+def test_one_sequence_that_does_not_fit_ends_the_run_with_a_way_out(config):
     with pytest.raises(RunError, match="out of memory in step 1 with micro-batches of one sequence; use a smaller"):
-        run(Small, config, per_device_train_batch_size=2)
+        run(config, Small(rows=0), per_device_train_batch_size=2)
 
 
-def test_a_run_that_is_resumed_keeps_to_what_fitted(config, caplog):
-    first = run(Small, config, per_device_train_batch_size=16)
-    again = Pretrainer(dataclasses.replace(first.config, max_steps=5, resume_from_checkpoint="latest"))
-    again.train()
-    assert again.batch == first.batch == Batch(4, 16, 4, 1) and "memory ran out with more" in caplog.text
-    stated = dataclasses.replace(again.config, max_steps=6, per_device_train_batch_size=8)
-    other = Pretrainer(stated)
-    other.train()
-    assert other.batch == Batch(8, 16, 2, 1)  # what is stated anew counts
+def test_a_run_that_is_resumed_keeps_to_what_fitted(config):
+    first = run(config, Small(), per_device_train_batch_size=16)
+    again = trained(dataclasses.replace(first.config, max_steps=5, resume_from_checkpoint="latest"))
+    assert again.step.batch == first.step.batch == again.plan.batch == Batch(4, 16, 4, 1)
+    assert any("memory ran out with more" in line for line in again.plan.lines())
+    other = trained(dataclasses.replace(again.config, max_steps=6, per_device_train_batch_size=8))
+    assert other.step.batch == Batch(8, 16, 2, 1)  # what is stated anew counts
 
 
 class Finds:
@@ -84,47 +79,41 @@ class Finds:
     def __init__(self, *sizes: int) -> None:
         self.sizes = list(sizes)
 
-    def __call__(self, batch, *_):
+    def __call__(self, step, *_):
         size = self.sizes.pop(0)
-        return next(cut for cut in batch.cuts() if cut.micro_batch == size), f"micro-batch: {size}"
+        return next(cut for cut in step.batch.cuts() if cut.micro_batch == size), f"micro-batch: {size}"
 
 
-@pytest.mark.parametrize("kind", [Pretrainer, Small])
-def test_a_micro_batch_found_by_measurement_is_kept_over_a_resume(config, monkeypatch, kind):
+@pytest.mark.parametrize("callbacks", [[], [Small()]])
+def test_a_micro_batch_found_by_measurement_is_kept_over_a_resume(config, monkeypatch, callbacks):
     """Also the smaller one that was left after memory ran out."""
     auto = {"per_device_train_batch_size": "auto"}
     monkeypatch.setattr("hfgpt.training.setup.fastest_that_fits", Finds(8, 8, 16))
-    whole = run(kind, config, "whole", **auto)
+    whole = run(config, *callbacks, name="whole", **auto)
     cut = {"tokens_per_step": 256, "gradient_accumulation_steps": None, "max_steps": 4, "eval_steps": 2, **auto}
     with pytest.raises(KeyboardInterrupt):
-        kind(config("cut", **cut), [StopAt(3)]).train()
-    resumed = Pretrainer(config("cut", resume_from_checkpoint="latest", **cut))
-    resumed.train()
-    assert (
-        resumed.batch
-        == whole.batch
-        == Batch(8 if kind is Pretrainer else 4, 16, 256 // 16 // whole.batch.micro_batch, 1)
-    )
+        trained(config("cut", **cut), *callbacks, StopAt(3))
+    resumed = trained(config("cut", resume_from_checkpoint="latest", **cut))
+    expected = Batch(4, 16, 4, 1) if callbacks else Batch(8, 16, 2, 1)
+    assert resumed.step.batch == whole.step.batch == expected
     assert same_weights(whole, resumed) and hashes(whole) == hashes(resumed)
-    assert resumed.plan.batch == resumed.batch and resumed.plan.compile == whole.plan.compile
-    assert f"micro-batch: {whole.batch.micro_batch}, as in this run before" in resumed.plan.text
+    assert resumed.plan.batch == resumed.step.batch and resumed.plan.compile == whole.plan.compile
+    assert f"micro-batch: {whole.step.batch.micro_batch}, as in this run before" in resumed.plan.text
     other = {**cut, "tokens_per_step": 512, "max_steps": 5, "accept_changed_text": True}
-    larger = Pretrainer(config("cut", resume_from_checkpoint="latest", **other))
-    larger.train()
-    assert larger.batch == Batch(16, 16, 2, 1)  # another step is measured again
+    larger = trained(config("cut", resume_from_checkpoint="latest", **other))
+    assert larger.step.batch == Batch(16, 16, 2, 1)  # another step is measured again
 
 
 def test_a_micro_batch_found_for_other_processes_is_measured_again(config, monkeypatch):
     monkeypatch.setattr("hfgpt.training.setup.fastest_that_fits", Finds(8, 4))
-    first = run(Pretrainer, config, per_device_train_batch_size="auto")
-    state = first.run.checkpoint(4) / "training_state" / "trainer_state.json"
+    first = run(config, per_device_train_batch_size="auto")
+    state = first.folder.checkpoint(4) / "training_state" / "trainer_state.json"
     trainer = json.loads(state.read_text())
     trainer["choices"]["processes"] = 2
     state.write_text(json.dumps(trainer))
-    sealed(first.run.checkpoint(4))
-    again = Pretrainer(dataclasses.replace(first.config, max_steps=5, resume_from_checkpoint="latest"))
-    again.train()
-    assert again.batch.micro_batch == 4
+    sealed(first.folder.checkpoint(4))
+    again = trained(dataclasses.replace(first.config, max_steps=5, resume_from_checkpoint="latest"))
+    assert again.step.batch.micro_batch == 4
     [event] = [line for line in records(again, "event") if line["event"] == "resume"]
     assert event["changed_settings"]["processes"] == {"from": 2, "to": 1}
 
@@ -134,8 +123,8 @@ def test_memory_that_runs_out_elsewhere_is_told_with_the_way_out(config, monkeyp
         raise torch.OutOfMemoryError("no room for the moments")
 
     monkeypatch.setattr(torch.optim.AdamW, "step", step)
-    with pytest.raises(RunError, match=r"out of memory with micro-batches of 2 .no room.*state a smaller --per_device"):
-        run(Pretrainer, config, per_device_train_batch_size=2)
+    with pytest.raises(RunError, match=r"out of memory with micro-batches of 2 .no room.*use a smaller --per_device"):
+        run(config, per_device_train_batch_size=2)
 
 
 def test_half_of_a_micro_batch_that_has_none_is_the_next_smaller_one():
@@ -147,11 +136,11 @@ def test_half_of_a_micro_batch_that_has_none_is_the_next_smaller_one():
 ON_ONE = """
 import os
 import torch
-from hfgpt import PretrainConfig, run_recipe
+from hfgpt import PretrainConfig, Pretrainer, run_recipe
 from test_micro_batch import Small
 
-Small.rows = 2 if os.environ["RANK"] == "1" else 1000
-run_recipe(lambda: Small(PretrainConfig.from_cli()).train())
+small = Small(rows=2 if os.environ["RANK"] == "1" else 1000)
+run_recipe(lambda: Pretrainer(PretrainConfig.from_cli(), [small]).train())
 """
 
 
@@ -212,11 +201,11 @@ def test_candidates_are_the_largest_that_fit_and_halves_of_them():
 @pytest.mark.slow
 def test_auto_trains_the_stated_step(config):
     """Whatever is found: the text and, but for rounding, the losses are those of any other cut."""
-    found = run(Pretrainer, config, "found", per_device_train_batch_size="auto")
-    stated = run(Pretrainer, config, "stated", per_device_train_batch_size=2)
-    assert found.batch.tokens_per_step == 256 and found.batch in stated.batch.cuts()
+    found = run(config, name="found", per_device_train_batch_size="auto")
+    stated = run(config, name="stated", per_device_train_batch_size=2)
+    assert found.step.batch.tokens_per_step == 256 and found.step.batch in stated.step.batch.cuts()
     assert hashes(found) == hashes(stated)
-    losses = [[line["loss"] for line in records(pretrainer)] for pretrainer in (found, stated)]
+    losses = [[line["loss"] for line in records(one)] for one in (found, stated)]
     assert losses[0] == pytest.approx(losses[1], abs=1e-5)
     assert any(line.startswith("micro-batch: tokens/s by size, measured: ") for line in found.plan.text)
 
@@ -230,5 +219,5 @@ def test_auto_needs_the_step_stated(config):
 
 def test_the_plan_is_that_of_what_was_found(config, monkeypatch):
     monkeypatch.setattr("hfgpt.training.setup.fastest_that_fits", lambda *_: (Batch(4, 16, 4, 1), "micro-batch: found"))
-    found = run(Pretrainer, config, per_device_train_batch_size="auto")
-    assert found.plan.setting.micro_batch == 4 and found.plan.batch == found.batch == Batch(4, 16, 4, 1)
+    found = run(config, per_device_train_batch_size="auto")
+    assert found.plan.setting.micro_batch == 4 and found.plan.batch == found.step.batch == Batch(4, 16, 4, 1)

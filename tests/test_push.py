@@ -371,12 +371,12 @@ def test_a_run_pushes_its_last_checkpoint(config, client, verified):
         run = trained(config(push_to_hub=True, hub_private_repo=True, hub_license="mit", eval_steps=3))
         files = server.files("models/me/run")  # by the folder's name
         assert "models/me/run" in server.private and server.count("POST .*/commit/") == 1
-        before = state_of(run.run.path)
+        before = state_of(run.folder.path)
         trained(config(push_to_hub=True, resume_from_checkpoint="latest", hub_license="mit", eval_steps=3))
         assert server.count("POST .*/commit/") == 1  # the same command again pushes what is not there
-    assert files["model.safetensors"] == (run.run.path / "checkpoint-6" / "model.safetensors").read_bytes()
+    assert files["model.safetensors"] == (run.folder.path / "checkpoint-6" / "model.safetensors").read_bytes()
     assert ModelCard(files["README.md"].decode()).data.license == "mit"
-    assert TOKEN not in "".join(map(str, before)) and TOKEN not in run.run.run_json.read_text()
+    assert TOKEN not in "".join(map(str, before)) and TOKEN not in run.folder.run_json.read_text()
 
 
 def test_a_push_that_fails_leaves_a_finished_run(config, client, verified):

@@ -131,7 +131,7 @@ def test_other_weights_under_the_same_name_have_no_part_in_it(folder):  # noqa: 
 
 
 def test_the_card_of_a_run_without_evaluation_tells_what_was_recorded(config):
-    run = trained(config(eval_steps=0, max_steps=2)).run
+    run = trained(config(eval_steps=0, max_steps=2)).folder
     newest = run.checkpoint(2)
     record_evaluation(
         newest, "hellaswag", {**HELLASWAG, "dataset": "rows.jsonl", "dataset_revision": None, "examples": 1}
@@ -146,7 +146,7 @@ def test_the_card_of_a_run_without_evaluation_tells_what_was_recorded(config):
 @pytest.mark.slow
 def test_verify_rotation_resume_and_compare_go_on_as_before(config):
     settings = {"eval_steps": 2, "save_steps": 2, "save_total_limit": 2}
-    run = trained(config(max_steps=4, **settings)).run
+    run = trained(config(max_steps=4, **settings)).folder
     for step in (2, 4):
         record_evaluation(run.checkpoint(step), "text", {**TEXT, "loss": float(step)})
     before = run.evaluations.read_bytes()

@@ -31,7 +31,7 @@ def test_resumed_equals_uninterrupted_bit_for_bit(config, document_folder, kind,
     with pytest.raises(KeyboardInterrupt):
         trained(config("cut", **changes), StopAt(killed_at))
     resumed = trained(config("cut", resume_from_checkpoint="latest", **changes))
-    assert resumed.state.global_step == 6
+    assert resumed.progress.step == 6
     assert same_weights(whole, resumed)
     for key in ("loss", "learning_rate", "grad_norm", "num_input_tokens_seen", "step"):
         assert [line[key] for line in records(whole)] == [line[key] for line in records(resumed)], key
@@ -52,10 +52,10 @@ def test_more_steps_after_the_end_keep_the_curve(config, caplog):
 
 def test_a_finished_run_resumes_to_its_result(config):
     first = trained(config(eval_steps=3))
-    lines = len(first.run.metrics.read_text().splitlines())
+    lines = len(first.folder.metrics.read_text().splitlines())
     again = Pretrainer(config(eval_steps=3, resume_from_checkpoint="latest"))
     assert again.train()["eval_loss"] == records(first, "eval_loss")[-1]["eval_loss"]
-    assert len(again.run.metrics.read_text().splitlines()) <= lines + 2
+    assert len(again.run.folder.metrics.read_text().splitlines()) <= lines + 2
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_a_finished_run_resumes_to_its_result(config):
     ],
 )
 def test_resuming_another_run_is_refused_by_name(config, changes, named):
-    run = trained(config()).run
+    run = trained(config()).folder
     before = run.metrics.read_bytes()
     with pytest.raises(UserError, match=named):
         Pretrainer(config(resume_from_checkpoint="latest", **changes)).train()
@@ -109,9 +109,9 @@ def test_resuming_from_an_earlier_step_leaves_the_later_course_aside(config):
     trained(config())
     earlier = str(Path(config().output_dir) / "checkpoint-2")
     again = trained(config(max_steps=5, save_steps=1, save_total_limit=1, resume_from_checkpoint=earlier))
-    assert [path.name for path in again.run.checkpoints()] == ["checkpoint-5"]
-    assert (again.run.path / "checkpoint-latest").resolve().name == "checkpoint-5"
-    assert len(list(again.run.path.glob("abandoned-*-checkpoint-*"))) == 2
+    assert [path.name for path in again.folder.checkpoints()] == ["checkpoint-5"]
+    assert (again.folder.path / "checkpoint-latest").resolve().name == "checkpoint-5"
+    assert len(list(again.folder.path.glob("abandoned-*-checkpoint-*"))) == 2
 
 
 def test_an_untied_head_is_saved_and_resumed(config):
@@ -121,9 +121,11 @@ def test_an_untied_head_is_saved_and_resumed(config):
     straight = trained(config("straight", model=model, lr_scheduler_type="constant", warmup_steps=0))
     options = {"resume_from_checkpoint": "latest", "lr_scheduler_type": "constant", "warmup_steps": 0}
     assert same_weights(trained(config("cut", model=model, **options)), straight)
-    stock, info = AutoModelForCausalLM.from_pretrained(whole.run.path / "checkpoint-latest", output_loading_info=True)
+    stock, info = AutoModelForCausalLM.from_pretrained(
+        whole.folder.path / "checkpoint-latest", output_loading_info=True
+    )
     assert not info["missing_keys"] and not info["unexpected_keys"]
-    assert torch.equal(stock.lm_head.weight, whole.raw_model.lm_head.weight)
+    assert torch.equal(stock.lm_head.weight, whole.step.model.lm_head.weight)
 
 
 @pytest.mark.slow
@@ -144,7 +146,7 @@ def test_every_kind_of_run_resumes_bit_for_bit(config, tmp_path, optim, compiled
     resumed = trained(config("cut", resume_from_checkpoint="latest", **options))
     assert [line["loss"] for line in records(resumed)] == [line["loss"] for line in records(whole)][2:]
     assert same_weights(whole, resumed)
-    ours, theirs = (run.raw_optimizer.state_dict()["state"] for run in (whole, resumed))
+    ours, theirs = (run.step.optimizer.state_dict()["state"] for run in (whole, resumed))
     assert ours.keys() == theirs.keys() and len(ours) > 0
     assert all(torch.equal(value, theirs[key][name]) for key in ours for name, value in ours[key].items())
 
@@ -203,14 +205,14 @@ def test_one_process_trains_again_in_another_precision_and_evaluates_between(con
 
     first = trained(config("first", eval_steps=6))
     lower = trained(config("lower", eval_steps=6, mixed_precision="bf16"))
-    assert lower.precision.name == lower.accelerator.mixed_precision == "bf16"
+    assert lower.machine.precision.name == lower.machine.accelerator.mixed_precision == "bf16"
     source = {"dataset": first.config.dataset, "name": None, "split": "train", "revision": None, "text_column": "text"}
-    checkpoint = str(first.run.checkpoint(6))
+    checkpoint = str(first.folder.checkpoint(6))
     found = evaluate_checkpoint(checkpoint, lambda subject: score_text(subject, source))
     assert found["precision"] == "float32" and found["loss"] > 0
     again = trained(config("again", eval_steps=6))
     assert same_weights(first, again) and not same_weights(first, lower)
-    assert again.accelerator.mixed_precision == "no"
+    assert again.machine.accelerator.mixed_precision == "no"
     assert [line["eval_loss"] for line in records(first, "eval_loss")] == [
         line["eval_loss"] for line in records(again, "eval_loss")
     ]
@@ -225,7 +227,7 @@ def test_another_number_of_threads_at_resume_is_said_and_recorded(config, caplog
     finally:
         torch.set_num_threads(before)
     [record] = records(resumed, "changed_settings")
-    used = resumed.choices["threads"]
+    used = resumed.plan.choices()["threads"]
     expected = {"threads": {"from": before, "to": used}} if used != before else {}
     assert record["changed_settings"] == {"max_steps": {"from": 6, "to": 7}, **expected}
 
@@ -238,7 +240,7 @@ class SignalAt(TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step == self.step:
-            self.signals.received = signal.SIGTERM
+            self.pretrainer.run.signals.received = signal.SIGTERM
 
     on_train_begin = on_step_end
 
@@ -250,8 +252,7 @@ def test_an_evaluation_that_a_signal_broke_off_is_made_up_for(config, last):
     whole = trained(config("whole", **changes))
     for step in (2, 2, 3, 4, 6, 6, last):
         signalled = SignalAt(step)
-        run = Pretrainer(config("cut", resume_from_checkpoint="latest", **changes), [signalled])
-        signalled.signals = run.signals
+        run = signalled.pretrainer = Pretrainer(config("cut", resume_from_checkpoint="latest", **changes), [signalled])
         with pytest.raises(RunError, match="SIGTERM; ended after step"):
             run.train()
     resumed = trained(config("cut", resume_from_checkpoint="latest", **changes))

@@ -89,7 +89,8 @@ def test_two_processes_stop_at_one_step(start, who):
 
 @pytest.mark.slow
 def test_a_second_signal_ends_at_once(tmp_path):
-    script = "import time; from hfgpt.distributed.stop_signals import StopSignals\nwith StopSignals() as s:\n print('ready', flush=True)\n"
+    script = "import time; from hfgpt.distributed.stop_signals import StopSignals\n"
+    script += "with StopSignals() as s:\n print('ready', flush=True)\n"
     script += " while True:\n  time.sleep(0.05)\n  print(s.received, flush=True)"
     process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "ready\n"

@@ -94,11 +94,11 @@ def test_a_clock_that_jumps_changes_nothing(config, monkeypatch):
     real, jumps = time.time, itertools.cycle([0, 1e7, -1e7])
     monkeypatch.setattr(time, "time", lambda: real() + next(jumps))
     first = trained(config(save_total_limit=2))
-    for n, folder in enumerate(first.run.checkpoints()):
+    for n, folder in enumerate(first.folder.checkpoints()):
         os.utime(folder, (n * 1e6, n * 1e6))  # the newest has the oldest date
     resumed = trained(config(resume_from_checkpoint="latest", max_steps=9, save_total_limit=2))
-    assert resumed.resumed_from.name == "checkpoint-6"
-    assert [path.name for path in resumed.run.checkpoints()] == ["checkpoint-9", "checkpoint-8"]
+    assert resumed.resumed.folder.name == "checkpoint-6"
+    assert [path.name for path in resumed.folder.checkpoints()] == ["checkpoint-9", "checkpoint-8"]
     seconds = [record["wall_seconds"] for record in records(resumed)]
     assert seconds == sorted(seconds) and 0 < seconds[-1] < 100
 

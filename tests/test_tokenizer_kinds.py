@@ -12,7 +12,7 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState
 from kinds import END, KINDS, ODD, WORDS, byte_level, folder_of, gaps, word_level
-from running import MODEL, hashes, records, trained
+from running import MODEL, hashes, prepared, records, trained
 from tokenizers import Tokenizer, decoders, models
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
@@ -26,6 +26,7 @@ from hfgpt.evaluation.generate import generate, load_checkpoint
 from hfgpt.hub.import_export import export
 from hfgpt.hub.verify import verify
 from hfgpt.training.callbacks import SampleCallback
+from hfgpt.training.setup import TrainingRun
 
 SPECIAL_TEXT = " ".join(
     ["<unk>", "<s>", "</s>", "[UNK]", "[SEP]", "[CLS]", "<pad>", "<extra_id_0>", END, "<|im_start|>"]
@@ -71,11 +72,11 @@ def settings(folder: Path, tokenizer: str, **changes) -> PretrainConfig:
 class Trained:
     kind: str
     folder: Path
-    run: Pretrainer
+    run: TrainingRun
 
     @property
     def checkpoint(self) -> Path:
-        return self.run.run.checkpoint(3)
+        return self.run.folder.checkpoint(3)
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerFast:
@@ -92,7 +93,7 @@ def kind(request, tmp_path_factory) -> Trained:
     return Trained(request.param, folder, trained(settings(folder, tokenizer)))
 
 
-def plan(run: Pretrainer) -> str:
+def plan(run: TrainingRun) -> str:
     return "\n".join(run.plan.lines())
 
 
@@ -164,8 +165,7 @@ def test_equal_runs_have_equal_ledgers_and_the_saved_tokenizer_gives_the_same_id
     for one, other in zip(Encoder(kind.tokenizer).encode(TEXTS), Encoder(again).encode(TEXTS), strict=True):
         np.testing.assert_array_equal(one, other)
     assert Encoder(again).fingerprint == Encoder(kind.tokenizer).fingerprint
-    same = Pretrainer(settings(kind.folder, kind.run.config.tokenizer, output_dir=str(kind.folder / "again")))
-    same.setup()
+    same = prepared(settings(kind.folder, kind.run.config.tokenizer, output_dir=str(kind.folder / "again")))
     assert same.data.train.fingerprint == kind.run.data.train.fingerprint
 
 
@@ -248,7 +248,7 @@ def test_dropout_of_merges_is_off(tmp_path):
     folder = folder_of(lambda: backend, eos_token=END)(tmp_path / "tokenizer")
     runs = [trained(settings(tmp_path, folder, output_dir=str(tmp_path / name))) for name in ("one", "other")]
     assert hashes(runs[0]) == hashes(runs[1])
-    saved = Tokenizer.from_file(str(runs[0].run.checkpoint(3) / "tokenizer.json"))
+    saved = Tokenizer.from_file(str(runs[0].folder.checkpoint(3) / "tokenizer.json"))
     assert len({tuple(saved.encode(WORDS[0]).ids) for _ in range(20)}) == 1
 
 
@@ -260,16 +260,16 @@ def test_a_space_before_each_document_is_no_byte_of_the_text(tmp_path):
     [record] = records(run, "eval_loss")
     bits = record["eval_loss"] * record["eval_tokens"] / math.log(2)
     assert record["eval_bits_per_byte"] == pytest.approx(bits / 4434, rel=1e-9)
-    found = evaluated(run.run.checkpoint(3), str(tmp_path / "short.jsonl"))
+    found = evaluated(run.folder.checkpoint(3), str(tmp_path / "short.jsonl"))
     assert found["scored_bytes"] == 4434 and found["bits_per_byte"] == pytest.approx(bits / 4434, rel=1e-5)
 
 
 def test_ids_beyond_the_number_of_entries_reach_no_missing_row(tmp_path):
     folder = folder_of(gaps, eos_token="</s>")(tmp_path / "tokenizer")
     run = trained(settings(tmp_path, folder))
-    tokenizer, rows = run.data.tokenizer, run.raw_model.config.vocab_size
+    tokenizer, rows = run.data.tokenizer, run.step.model.config.vocab_size
     assert rows == max(tokenizer.get_vocab().values()) + 1 > len(tokenizer)
-    export(run.run.checkpoint(3), tmp_path / "plain")
+    export(run.folder.checkpoint(3), tmp_path / "plain")
     stock, theirs = (loader.from_pretrained(tmp_path / "plain") for loader in (AutoModelForCausalLM, AutoTokenizer))
     assert stock(**theirs(WORDS[0] + "</s>", return_tensors="pt")).logits.shape[-1] == rows
     model, loaded = load_checkpoint(tmp_path / "plain")
@@ -285,18 +285,18 @@ def test_ids_beyond_the_number_of_entries_reach_no_missing_row(tmp_path):
     )
     stock.resize_token_embeddings(-(-rows // 64) * 64)  # padded, as others do
     stock.save_pretrained(tmp_path / "plain")
-    assert trained(start).raw_model.config.vocab_size == rows
+    assert trained(start).step.model.config.vocab_size == rows
 
 
 @pytest.mark.slow
 def test_verify_names_a_tokenizer_with_an_id_that_has_no_row(tmp_path):
     run = trained(settings(tmp_path, folder_of(gaps, eos_token="</s>")(tmp_path / "tokenizer")))
-    export(run.run.checkpoint(3), tmp_path / "plain")
+    export(run.folder.checkpoint(3), tmp_path / "plain")
     path = tmp_path / "plain" / "tokenizer.json"
     specification = json.loads(path.read_text())
-    specification["model"]["vocab"]["q"] = run.raw_model.config.vocab_size
+    specification["model"]["vocab"]["q"] = run.step.model.config.vocab_size
     path.write_text(json.dumps(specification))
-    rows = run.raw_model.config.vocab_size
+    rows = run.step.model.config.vocab_size
     assert f"vocab_size is {rows}, tokenizer_rows {rows + 1}" in verify(tmp_path / "plain")["problems"]
     with pytest.raises(UserError, match=r"entries and the model .* rows"):
         load_checkpoint(tmp_path / "plain")
@@ -334,7 +334,7 @@ def test_impossible_tokenizers_are_refused_in_one_line(tmp_path):
 def test_characters_of_several_tokens_are_streamed_whole(tmp_path):
     """Also bytes of their own, of which a further one makes others of those before."""
     tokenizer = load_tokenizer(KINDS["llama"](tmp_path / "llama"), lambda: (), 32)
-    model = trained(settings(tmp_path, KINDS["llama"](tmp_path / "again"))).raw_model
+    model = trained(settings(tmp_path, KINDS["llama"](tmp_path / "again"))).step.model
     wanted = tokenizer("é", add_special_tokens=False)["input_ids"][1:]
     ids = [*wanted, wanted[0], *tokenizer("a", add_special_tokens=False)["input_ids"]]
     pieces: list[str] = []
@@ -348,7 +348,7 @@ def test_characters_of_several_tokens_are_streamed_whole(tmp_path):
 def test_a_run_with_document_masking_is_evaluated_as_it_was_trained(tmp_path):
     run = trained(settings(tmp_path, "bpe-300", document_masking=True))
     [record] = records(run, "eval_loss")
-    found = evaluated(run.run.checkpoint(3), str(tmp_path / "held_out.jsonl"))
+    found = evaluated(run.folder.checkpoint(3), str(tmp_path / "held_out.jsonl"))
     assert found["loss"] == pytest.approx(record["eval_loss"], rel=1e-5) and "itself alone" in found["joined"]
 
 
@@ -364,7 +364,7 @@ def test_odd_tokenizers(name, tmp_path):
     tokenizer_name = folder_of(make, **{"eos_token": "</s>", **tokens})(tmp_path / "tokenizer")
     run = trained(settings(tmp_path, tokenizer_name))
     data, tokenizer = run.data, run.data.tokenizer
-    assert run.raw_model.config.vocab_size == max(tokenizer.get_vocab().values()) + 1
+    assert run.step.model.config.vocab_size == max(tokenizer.get_vocab().values()) + 1
     for ids, texts in ((data.train.tokens, [CHARACTERS, *TEXTS]), (data.validation, HELD_OUT)):
         assert (ids == tokenizer.eos_token_id).sum() == len(texts)
     assert bool(data.skipped) == is_lossy
@@ -374,9 +374,9 @@ def test_odd_tokenizers(name, tmp_path):
     size = sum(len(text.encode()) for text in HELD_OUT)
     bits = record["eval_loss"] * record["eval_tokens"] / math.log(2)
     assert record["eval_bits_per_byte"] == (None if is_lossy else pytest.approx(bits / size, rel=1e-9))
-    found = evaluated(run.run.checkpoint(3), str(tmp_path / "held_out.jsonl"))
+    found = evaluated(run.folder.checkpoint(3), str(tmp_path / "held_out.jsonl"))
     assert found["loss"] == pytest.approx(record["eval_loss"], rel=1e-5)
-    model, loaded = load_checkpoint(run.run.checkpoint(3))
+    model, loaded = load_checkpoint(run.folder.checkpoint(3))
     picked: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
         remembered = generation.continued

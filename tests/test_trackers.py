@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 from accelerate import PartialState
-from running import StopAt, records, trained
+from running import StopAt, prepared, records, trained
 from transformers import EarlyStoppingCallback, TrainerCallback, TrainingArguments
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
@@ -143,23 +143,21 @@ def attributes_read(kind: type) -> set[str]:
 
 
 @pytest.fixture
-def prepared(config):
-    run = Pretrainer(config(eval_steps=3, save_steps=2))
-    run.setup()
-    return run
+def run(config):
+    return prepared(config(eval_steps=3, save_steps=2))
 
 
-def test_what_transformers_trackers_read_of_their_arguments_is_there(prepared):
+def test_what_transformers_trackers_read_of_their_arguments_is_there(run):
     wanted = {name: attributes_read(kind) for name, kind in INTEGRATION_TO_CALLBACK.items()}
     assert "project" in wanted["trackio"] and "resume_from_checkpoint" in wanted["swanlab"]
-    missing = {name: {key for key in keys if not hasattr(prepared.args, key)} for name, keys in wanted.items()}
+    missing = {name: {key for key in keys if not hasattr(run.callbacks.args, key)} for name, keys in wanted.items()}
     assert not any(missing.values()), missing
 
 
-def test_callback_arguments_are_training_arguments_with_the_values_of_the_run(prepared):
-    args, run = prepared.args, prepared
+def test_callback_arguments_are_training_arguments_with_the_values_of_the_run(run):
+    args = run.callbacks.args
     assert isinstance(args, TrainingArguments)
-    assert (args.device, args.world_size, args.process_index, args.n_gpu) == (run.accelerator.device, 1, 0, 0)
+    assert (args.device, args.world_size, args.process_index, args.n_gpu) == (run.machine.accelerator.device, 1, 0, 0)
     assert args.should_log and args.should_save
     assert (args.max_steps, args.per_device_train_batch_size, args.gradient_accumulation_steps) == (6, 8, 2)
     assert (args.eval_steps, args.save_steps, args.run_name) == (3, 2, "run")
@@ -171,17 +169,16 @@ def test_callback_arguments_are_training_arguments_with_the_values_of_the_run(pr
     assert "max_steps=6" in str(args)
 
 
-def test_callback_arguments_leave_the_process_as_it_is(prepared, recwarn, caplog):
+def test_callback_arguments_leave_the_process_as_it_is(run, recwarn, caplog):
     def state():
         generators = random.getstate(), torch.random.get_rng_state().tolist(), np.random.get_state()[1].tolist()
         flags = torch.get_float32_matmul_precision(), torch.backends.cuda.matmul.allow_tf32
         return dict(PartialState._shared_state), dict(os.environ), generators, flags, torch.get_num_threads()
 
     before = state()
-    run = prepared
     config = dataclasses.replace(run.config, optim="muon", gradient_checkpointing=True, eval_steps=0, save_steps=0)
     for precision in ("no", "bf16", "fp16"):
-        args = callbacks.callback_arguments(config, run.batch, 6, precision, True, Path("out/run/checkpoint-2"))
+        args = callbacks.callback_arguments(config, run.step.batch, 6, precision, True, Path("out/run/checkpoint-2"))
         assert (args.bf16, args.fp16, args.torch_compile) == (precision == "bf16", precision == "fp16", True)
         assert args.resume_from_checkpoint == "out/run/checkpoint-2"
     assert state() == before
@@ -204,7 +201,8 @@ def test_callbacks_get_the_numbers_of_a_log_with_the_tokens_seen_and_the_record_
     assert all(0 < log["epoch"] <= 1 for log in seen.logs)
     first = records(run)[0]
     assert first["peak_source"] and {"step_seconds", "mfu", "memory_bytes"} <= first.keys()
-    assert run.evaluation.keys() >= {"eval_loss", "eval_perplexity"} and "step" not in run.evaluation
+    assert run.progress.evaluation.keys() >= {"eval_loss", "eval_perplexity"}
+    assert "step" not in run.progress.evaluation
 
 
 @pytest.mark.parametrize(

@@ -12,11 +12,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from accelerate.state import AcceleratorState
-from running import MODEL, records, same_weights, trained
+from running import MODEL, first_step, prepared, records, same_weights, trained
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from hfgpt import Pretrainer, UserError
 from hfgpt.training.optimizer import parameter_groups
+from hfgpt.training.saving import trainer_state
 
 STEP_KEYS = {"step", "num_input_tokens_seen", "time", "wall_seconds", "loss", "learning_rate", "grad_norm"} | {
     *("step_seconds", "tokens_per_second", "mfu", "peak_tflops", "peak_source", "memory_bytes")
@@ -24,12 +25,10 @@ STEP_KEYS = {"step", "num_input_tokens_seen", "time", "wall_seconds", "loss", "l
 
 
 def step_gradients(config) -> list[torch.Tensor]:
-    pretrainer = Pretrainer(config)
-    pretrainer.setup()
-    pretrainer.optimizer.step = lambda: None
-    pretrainer.optimizer.zero_grad = lambda: None
-    pretrainer.training_step(*pretrainer.to_tensors(next(pretrainer.batches).blocks), step=1)
-    return [parameter.grad for parameter in pretrainer.raw_model.parameters()]
+    run = prepared(config)
+    run.step.optimizer.step = run.step.optimizer.zero_grad = lambda: None
+    first_step(run)
+    return [parameter.grad for parameter in run.step.parameters]
 
 
 def test_gradients_do_not_depend_on_how_the_step_is_cut(config):
@@ -48,21 +47,18 @@ def test_targets_left_out_weigh_nothing_in_any_cut(config):
     """Two tokens of loss 1.0 and eight of 3.0 are 2.6 on average, not 2.0."""
     losses, gradients = [], []
     for size in (8, 2):
-        pretrainer = Pretrainer(
-            config(per_device_train_batch_size=size, tokens_per_step=128, gradient_accumulation_steps=None)
-        )
-        pretrainer.setup()
-        pretrainer.optimizer.step = pretrainer.optimizer.zero_grad = lambda: None
-        ids, labels = pretrainer.to_tensors(next(pretrainer.batches).blocks)
+        run = prepared(config(per_device_train_batch_size=size, tokens_per_step=128, gradient_accumulation_steps=None))
+        run.step.optimizer.step = run.step.optimizer.zero_grad = lambda: None
+        ids, labels = run.step.to_tensors(next(run.batches).blocks)
         labels = labels.clone()
         for row in range(8):
             labels[row, row + 1 :] = -100  # 1 to 8 targets in a row
-        loss, *_ = pretrainer.training_step(ids, labels, step=1)
-        logits = pretrainer.raw_model.eval()(ids).logits
+        loss, *_ = run.step(ids, labels, 1)
+        logits = run.step.model.eval()(ids).logits
         plain = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten().long())
         torch.testing.assert_close(loss, plain, atol=1e-6, rtol=0)
         losses.append(loss)
-        gradients.append([parameter.grad for parameter in pretrainer.raw_model.parameters()])
+        gradients.append([parameter.grad for parameter in run.step.parameters])
     torch.testing.assert_close(losses[0], losses[1], atol=1e-6, rtol=0)
     for expected, got in zip(*gradients, strict=True):
         torch.testing.assert_close(got, expected, atol=1e-6, rtol=0)
@@ -70,15 +66,14 @@ def test_targets_left_out_weigh_nothing_in_any_cut(config):
 
 def test_our_steps_equal_a_bare_loop_bit_for_bit(config):
     ours = trained(config())
-    bare = Pretrainer(config("bare"))
-    bare.setup()  # the same initial weights, the same text
-    model = bare.raw_model
+    bare = prepared(config("bare"))  # the same initial weights, the same text
+    model = bare.step.model
     optimizer = torch.optim.AdamW(parameter_groups(model, 0.1), betas=(0.9, 0.95), eps=1e-8, fused=True)
     losses = []
     for step in range(1, 7):
         tokens = torch.from_numpy(next(bare.batches).blocks)
         for group in optimizer.param_groups:
-            group["lr"] = bare.learning_rate(step)
+            group["lr"] = bare.step.learning_rate(step)
         total = torch.zeros(())
         for rows in (slice(0, 8), slice(8, 16)):
             logits = model(input_ids=tokens[rows, :-1]).logits
@@ -119,8 +114,8 @@ def test_evaluations_the_end_and_a_resume_compile_nothing_more(config, monkeypat
 
 
 def test_checkpoint_is_a_hub_folder_and_holds_no_pickle(config):
-    pretrainer = trained(config(eval_steps=3))
-    folder = pretrainer.run.path / "checkpoint-latest"
+    run = trained(config(eval_steps=3))
+    folder = run.folder.path / "checkpoint-latest"
     assert {path.name for path in folder.iterdir()} == {
         *("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"),
         *("README.md", "training_state", "manifest.json"),
@@ -129,14 +124,14 @@ def test_checkpoint_is_a_hub_folder_and_holds_no_pickle(config):
     model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
     ids = torch.arange(16)[None]
-    torch.testing.assert_close(model.eval()(ids).logits, pretrainer.raw_model.eval()(ids).logits, atol=1e-5, rtol=0)
+    torch.testing.assert_close(model.eval()(ids).logits, run.step.model.eval()(ids).logits, atol=1e-5, rtol=0)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     assert tokenizer.model_max_length == model.config.n_positions and len(tokenizer) == model.config.vocab_size
 
 
 def test_records_are_complete_and_rising(config):
-    pretrainer = trained(config(eval_steps=3, save_steps=4))
-    lines = [json.loads(line) for line in pretrainer.run.metrics.read_text().splitlines()]
+    run = trained(config(eval_steps=3, save_steps=4))
+    lines = [json.loads(line) for line in run.folder.metrics.read_text().splitlines()]
     assert [line["step"] for line in lines] == sorted(line["step"] for line in lines)
     steps = [line for line in lines if "loss" in line]
     assert [line["step"] for line in steps] == [1, 2, 3, 4, 5, 6]
@@ -148,9 +143,9 @@ def test_records_are_complete_and_rising(config):
         assert line["eval_perplexity"] == pytest.approx(np.exp(line["eval_loss"]))
         assert line["eval_bits_per_byte"] == pytest.approx(line["eval_loss"] / np.log(2), rel=1e-6)  # one byte a token
     assert [line["event"] for line in lines if "event" in line] == ["start", "save", "save", "end"]
-    assert {path.name for path in pretrainer.run.checkpoints()} == {"checkpoint-4", "checkpoint-6"}
-    run = json.loads(pretrainer.run.run_json.read_text())
-    assert {"config", "model", "plan", "versions", "device", "git_revision", "data"} <= set(run)
+    assert {path.name for path in run.folder.checkpoints()} == {"checkpoint-4", "checkpoint-6"}
+    facts = json.loads(run.folder.run_json.read_text())
+    assert {"config", "model", "plan", "versions", "device", "git_revision", "data"} <= set(facts)
 
 
 def test_sizes_far_beyond_the_machine_are_refused_before_the_text_is_read(config):
@@ -162,11 +157,11 @@ def test_sizes_far_beyond_the_machine_are_refused_before_the_text_is_read(config
 def test_bf16_keeps_weights_and_moments_in_float32(config):
     exact = [line["loss"] for line in records(trained(config("exact")))]
     AcceleratorState._reset_state()  # one precision a process is Accelerate's rule
-    pretrainer = trained(config(mixed_precision="bf16"))
-    state = pretrainer.raw_optimizer.state.values()
-    assert {parameter.dtype for parameter in pretrainer.raw_model.parameters()} == {torch.float32}
+    run = trained(config(mixed_precision="bf16"))
+    state = run.step.optimizer.state.values()
+    assert {parameter.dtype for parameter in run.step.model.parameters()} == {torch.float32}
     assert {moments[key].dtype for moments in state for key in ("exp_avg", "exp_avg_sq")} == {torch.float32}
-    losses = [line["loss"] for line in records(pretrainer)]
+    losses = [line["loss"] for line in records(run)]
     assert losses == pytest.approx(exact, abs=0.02) and losses != exact
 
 
@@ -189,15 +184,15 @@ def test_nothing_is_written_for_a_run_that_cannot_work(config, tmp_path, documen
 
 
 def test_epochs_give_the_length_of_a_run_in_memory(config):
-    pretrainer = Pretrainer(config(max_steps=None, num_train_epochs=2))
-    pretrainer.setup()
-    tokens = 2 * len(pretrainer.data.train.tokens)
-    assert pretrainer.max_steps * pretrainer.batch.tokens_per_step == pytest.approx(tokens, rel=0.02)
+    run = prepared(config(max_steps=None, num_train_epochs=2))
+    tokens = 2 * len(run.data.train.tokens)
+    assert run.plan.max_steps * run.step.batch.tokens_per_step == pytest.approx(tokens, rel=0.02)
 
 
 def test_losses_hold_no_graph(config):
-    pretrainer = trained(config(logging_steps=100))
-    assert all(not tensor.requires_grad for step in pretrainer.guard.pending for tensor in step.result[:2])
+    run = trained(config(logging_steps=100))
+    assert len(run.non_finite.figures) and not run.non_finite.figures.requires_grad
+    assert not any(tensor.requires_grad for tensor in first_step(prepared(config("other"))))
 
 
 def test_unknown_trackers_are_refused(config):
@@ -209,12 +204,11 @@ def test_document_masking_trains_on_documents_alone(config, document_folder):
     """The loss of a step is that of its documents one by one, at positions from 0 on."""
     options = {"dataset": str(document_folder), "tokenizer": "bpe-300", "sequence_length": 32, "max_steps": 1}
     model = {**MODEL, "n_positions": 32}
-    pretrainer = Pretrainer(config(**options, model=model, document_masking=True, dataloader_num_workers=0))
-    pretrainer.setup()
-    untrained = copy.deepcopy(pretrainer.raw_model)
-    batch = next(pretrainer.batches)
-    loss, *_ = pretrainer.training_step(*pretrainer.to_tensors(batch.blocks), step=1)
-    separator, total, count = pretrainer.data.tokenizer.eos_token_id, 0.0, 0
+    run = prepared(config(**options, model=model, document_masking=True, dataloader_num_workers=0))
+    untrained = copy.deepcopy(run.step.model)
+    batch = next(run.batches)
+    loss, *_ = run.step(*run.step.to_tensors(batch.blocks), 1)
+    separator, total, count = run.data.tokenizer.eos_token_id, 0.0, 0
     for block in torch.from_numpy(batch.blocks).long():
         borders = [0, *((block[1:-1] == separator).nonzero().flatten() + 1).tolist(), len(block) - 1]
         for start, stop in itertools.pairwise(borders):
@@ -233,12 +227,25 @@ def test_a_save_noted_between_steps_leaves_their_times_alone(config):
     assert sum(seconds) == pytest.approx(done[-1]["wall_seconds"], rel=0.05)
 
 
+def test_a_checkpoint_has_the_seconds_of_training_up_to_its_step(config):
+    """Also where no record was made since the one before."""
+    now = [0.0]
+    run = prepared(config(logging_steps=100))
+    run.callbacks.mfu.clock = lambda: now[0]
+    run.callbacks.call("on_train_begin")
+    for _ in range(3):
+        now[0] += 2.0
+        run.progress.step += 1
+        run.callbacks.call("on_step_end")
+    assert trainer_state(run)["wall_seconds"] == 6.0
+
+
 def test_a_save_that_ends_between_steps_does_not_swallow_the_next(config):
     class Slow(TrainerCallback):
         def on_step_begin(self, args, state, control, **kwargs):
             time.sleep(0.2)  # the checkpoint before is written by now
 
-    run = trained(config(save_steps=1), Slow()).run
+    run = trained(config(save_steps=1), Slow()).folder
     assert [path.name for path in run.checkpoints()] == [f"checkpoint-{step}" for step in range(6, 0, -1)]
     saves = [record["checkpoint"] for record in map(json.loads, run.metrics.open()) if record.get("event") == "save"]
     assert saves == [f"checkpoint-{step}" for step in range(1, 7)]
