@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import math
 import re
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -12,11 +11,11 @@ from typing import Any
 
 from transformers import GPT2Config
 
-from hfgpt.config import POSITIVE, Batch, PretrainConfig
+from hfgpt.config import POSITIVE, SIZE, Batch, PretrainConfig
 from hfgpt.distributed import device as machine
 from hfgpt.distributed.device import CompileChoice, Precision
 from hfgpt.errors import UserError
-from hfgpt.field_types import NOT_CONVERTIBLE, convert, describe
+from hfgpt.field_types import NOT_CONVERTIBLE, convert, describe, shown
 from hfgpt.model.configuration_gpt2 import model_config, model_fields
 from hfgpt.model.flops import Peak, device_peak, parameter_counts, rated_devices, rated_peak, training_flops_per_token
 from hfgpt.model.memory import Memory, training_memory
@@ -113,11 +112,13 @@ class Asked:
             try:
                 converted = convert(value, hint)
             except NOT_CONVERTIBLE:
-                problems.append(f"{key}={value!s:.200}: must be {describe(hint)}")
+                problems.append(f"{key}={shown(value)}: must be {describe(hint)}")
                 continue
             if key == "mfu" and not 0 < converted <= 1:
                 problems.append(f"{key}={value}: must be above 0 and at most 1")
-            elif hint in (int, float) and not 0 < converted < math.inf:
+            elif hint is float and not 1e-30 <= converted <= 1e15:
+                problems.append(f"{key}={value}: must be {SIZE}")
+            elif hint is int and converted < 1:
                 problems.append(f"{key}={value}: must be {POSITIVE}")
             else:
                 good[key] = converted

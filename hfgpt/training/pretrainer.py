@@ -356,7 +356,7 @@ class Pretrainer(PreparedRun):
             trainer, fingerprint = self._trainer_state(), self.data.train.fingerprint
             data = {"fingerprint": fingerprint, "position": self.position}
             try:
-                card = model_card(self.facts, fingerprint, trainer)
+                card = model_card(self.facts, fingerprint, trainer, tokenizer=self.data.tokenizer)
             except Exception as error:
                 if not at_fault:
                     raise

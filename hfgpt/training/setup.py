@@ -22,7 +22,7 @@ from hfgpt.checkpointing import checkpoint
 from hfgpt.checkpointing import state as model_state
 from hfgpt.checkpointing.run_folder import RunFolder
 from hfgpt.checkpointing.training_state import changed_settings, read_state
-from hfgpt.config import AUTO, Batch, GaveWay, PretrainConfig
+from hfgpt.config import AUTO, Batch, PretrainConfig
 from hfgpt.data import TextData, prepare_again, prepare_data
 from hfgpt.data.position import resumed_position
 from hfgpt.data.stream import iterate, named_documents
@@ -109,14 +109,8 @@ class PreparedRun(TrainingStep):
         self.batch = config.batch(accelerator.num_processes)
         shares = accelerator.num_processes if self.sharded else 1
         check_memory(config, self.batch, self.precision.name, memory_bytes(device), shares, device.type)
-        try:
-            self.data = self.host.from_main(self._prepare_data)
-        except UserError as error:  # a recipe's masking gives way to a tokenizer that separates no documents
-            if not str(error).startswith("document_masking") or config.is_stated("document_masking"):
-                raise
-            self.config = config = config.settled(document_masking=False)
-            config.gave_way["document_masking"] = GaveWay(True, False)
-            self.data = self.host.from_main(self._prepare_data)
+        self.data = self._find_text()
+        config = self.config
         epoch_blocks = getattr(self.data.train, "blocks_per_epoch", None)
         self.max_steps = self.state.max_steps = config.total_steps(self.batch, epoch_blocks)
         self.compile = choose_compile(config.torch_compile, device, self.max_steps * self.batch.accumulation)
@@ -198,6 +192,14 @@ class PreparedRun(TrainingStep):
         """For what a callback does with the model: in training's precision, outside its clock."""
         with self.mfu_callback.stopped(), self.accelerator.autocast():
             yield
+
+    def _find_text(self) -> TextData:
+        """The text; a recipe's settings that do not go with the one that is stated give way to it."""
+        while True:
+            try:
+                return self.host.from_main(self._prepare_data)
+            except UserError as error:
+                self.config = self.config.without(error)
 
     def _prepare_data(self) -> TextData:
         if (folder := self.resumed_from) is None:
