@@ -6,19 +6,20 @@ import argparse
 import contextlib
 import dataclasses
 import difflib
+import glob
+import logging
 import math
 import re
 import typing
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple
-
-import yaml
+from typing import Any, ClassVar, Literal, NamedTuple, NoReturn
 
 from hfgpt.distributed.launcher import ranks
 from hfgpt.errors import UserError
-from hfgpt.field_types import NOT_CONVERTIBLE, convert, describe
+from hfgpt.field_types import NO_VALUE, NOT_CONVERTIBLE, convert, describe, read_yaml, shown
+from hfgpt.files import local_path
 from hfgpt.model.configuration_gpt2 import MODEL_SIZES, model_fields
 
 Auto = Literal["auto"]
@@ -26,23 +27,44 @@ AUTO = "auto"
 Schedule = Literal["cosine_with_min_lr", "warmup_stable_decay", "linear", "constant", "constant_with_warmup"]
 _LENGTHS = ("max_steps", "max_tokens", "num_train_epochs")
 _WITH_MIN_LR = ("cosine_with_min_lr", "warmup_stable_decay")
-# What a recipe says of its own text, and weights: of no use for another that is stated.
-_OF_ANOTHER = {
-    "dataset": ("dataset_name", "dataset_split", "dataset_revision", "text_column", "eval_dataset"),
-    "init_from": ("model", "tokenizer"),
-}
+# What a recipe says of its own Hub dataset, and weights: of no use for a local text, or other weights.
+_OF_ANOTHER = {"dataset": ("dataset_name", "dataset_split", "dataset_revision"), "init_from": ("model", "tokenizer")}
+# Settings that show only with the text whether they go with it.
+OF_THE_TEXT = ("dataset_name", "dataset_split", "dataset_revision", "text_column", "eval_dataset", "document_masking")
 
 
 POSITIVE, NOT_NEGATIVE, FRACTION = "greater than 0", "0 or more", "at least 0 and below 1"
-_RULES: dict[str, Callable[[float], bool]] = {
+# Of numbers that meet each other in float32, on whatever device: no product or ratio of two leaves its range.
+SIZE, SIZE_OR_NONE = "from 1e-30 to 1e15", "0, or from 1e-30 to 1e15"
+SECONDS = "from 0.001 to 1e9"  # what clocks and time-outs take
+WORKERS = "from 0 to 1024"
+NAME, PATH = "not empty", "a path"
+_RULES: dict[str, Callable[[Any], bool]] = {
     POSITIVE: lambda value: 0 < value < math.inf,
     NOT_NEGATIVE: lambda value: 0 <= value < math.inf,
     FRACTION: lambda value: 0 <= value < 1,
+    SIZE: lambda value: 1e-30 <= value <= 1e15,
+    SIZE_OR_NONE: lambda value: value == 0 or 1e-30 <= value <= 1e15,
+    SECONDS: lambda value: 1e-3 <= value <= 1e9,
+    WORKERS: lambda value: 0 <= value <= 1024,
+    NAME: bool,
 }
+MOST_CANDIDATES = 2**14  # that a message looks through for sizes that fit
+MOST_UNKNOWN = 20  # settings that a message names
 
 
 def _f(default: Any, help: str, must: str | None = None) -> Any:
     return field(default=default, metadata={"help": help, "must": must})
+
+
+logger = logging.getLogger(__name__)
+
+
+class _Parser(argparse.ArgumentParser):
+    """One whose errors are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{shown(message)}; see --help")
 
 
 @dataclass(frozen=True)
@@ -61,7 +83,8 @@ class Batch:
     def cuts(self) -> list[Batch]:
         """All ways to cut the same step on the same processes, from the smallest micro-batch."""
         blocks = self.micro_batch * self.accumulation
-        sizes = (size for size in range(1, blocks + 1) if blocks % size == 0)
+        small = [size for size in range(1, math.isqrt(blocks) + 1) if blocks % size == 0]
+        sizes = sorted({*small, *(blocks // size for size in small)})
         return [dataclasses.replace(self, micro_batch=size, accumulation=blocks // size) for size in sizes]
 
     def halved(self) -> Batch | None:
@@ -89,28 +112,34 @@ class GaveWay(NamedTuple):
     recipe: Any
     now: Any
 
+    def __str__(self) -> str:
+        now = "left out" if self.now is None else self.now
+        return f"{now}, as the recipe's {self.recipe} does not go with what is stated"
+
 
 @dataclass(frozen=True)
 class PretrainConfig:
     """Settings of one pretraining run. Raises UserError, with every problem found, when they cannot work."""
 
-    output_dir: str = _f("out/run", "run folder: run.json, metrics.jsonl, checkpoints")
-    run_name: str | None = _f(None, "name shown by trackers; default: the folder's name")
+    output_dir: str = _f("out/run", "run folder: run.json, metrics.jsonl, checkpoints", PATH)
+    run_name: str | None = _f(None, "name shown by trackers; default: the folder's name", NAME)
     seed: int = _f(1337, "decides initialisation, order of the text, and dropout", NOT_NEGATIVE)
     model: str | dict[str, Any] = _f(
         AUTO,
         f"size ({', '.join(MODEL_SIZES)}) or GPT2Config fields, which may start from a size: {{size: ..}}; "
         "auto: as init_from has it, or gpt2-125m",
     )
-    init_from: str | None = _f(None, "begin with these weights: a GPT-2 folder, Hub id[@revision], nanoGPT ckpt.pt")
-    dataset: str = _f("embedded", "Hub id, local file, folder or glob (parquet, jsonl, txt), or embedded")
-    dataset_name: str | None = _f(None, "configuration of a Hub dataset, such as sample-10BT")
-    dataset_split: str = _f("train", "split of a Hub dataset")
-    dataset_revision: str | None = _f(None, "commit, tag or branch of a Hub dataset")
-    text_column: str = _f("text", "column that holds the text")
-    eval_dataset: str | None = _f(None, "local path, or split of the Hub dataset; default: held out of the text")
+    init_from: str | None = _f(
+        None, "begin with these weights: a GPT-2 folder, Hub id[@revision], nanoGPT ckpt.pt", PATH
+    )
+    dataset: str = _f("embedded", "Hub id, local file, folder or glob (parquet, jsonl, txt), or embedded", PATH)
+    dataset_name: str | None = _f(None, "configuration of a Hub dataset, such as sample-10BT", NAME)
+    dataset_split: str = _f("train", "split of a Hub dataset", NAME)
+    dataset_revision: str | None = _f(None, "commit, tag or branch of a Hub dataset", NAME)
+    text_column: str = _f("text", "column that holds the text", NAME)
+    eval_dataset: str | None = _f(None, "local path, or split of the Hub dataset; default: held out of the text", PATH)
     tokenizer: str = _f(
-        AUTO, "Hub id or folder, char, or bpe-N (trained on the text, N entries); auto: init_from's own, or gpt2"
+        AUTO, "Hub id or folder, char, or bpe-N (trained on the text, N entries); auto: init_from's own, or gpt2", PATH
     )
     streaming: bool | Auto = _f("auto", "stream documents, or hold the text in memory; auto: by size")
     sequence_length: int = _f(1024, "tokens per sequence in training", POSITIVE)
@@ -124,28 +153,26 @@ class PretrainConfig:
     )
     max_steps: int | None = _f(None, "length of the run in steps", POSITIVE)
     max_tokens: int | None = _f(None, "or in target tokens", POSITIVE)
-    num_train_epochs: float | None = _f(None, "or in passes over a text that is held in memory", POSITIVE)
-    learning_rate: float = _f(6e-4, "peak learning rate", POSITIVE)
+    num_train_epochs: float | None = _f(None, "or in passes over a text that is held in memory", SIZE)
+    learning_rate: float = _f(6e-4, "peak learning rate", SIZE)
     min_learning_rate: float | None = _f(None, "where the decay ends; default: a tenth of learning_rate")
     lr_scheduler_type: Schedule = _f("cosine_with_min_lr", "shape of the learning rate")
     lr_schedule_on_resume: Literal["keep", "stretch"] = _f(
         "keep", "with another max_steps: keep the curve as begun, or stretch what is left of it to the new end"
     )
     warmup_steps: int = _f(0, "steps until the peak", NOT_NEGATIVE)
-    weight_decay: float = _f(0.1, "of matrices and embeddings; biases and norms have none", NOT_NEGATIVE)
+    weight_decay: float = _f(0.1, "of matrices and embeddings; biases and norms have none", SIZE_OR_NONE)
     optim: Literal["adamw", "muon"] = _f("adamw", "muon: for the matrices of the blocks, adamw for all else")
-    muon_learning_rate: float | None = _f(None, "peak learning rate of muon; default: learning_rate", POSITIVE)
+    muon_learning_rate: float | None = _f(None, "peak learning rate of muon; default: learning_rate", SIZE)
     adam_beta1: float = _f(0.9, "", FRACTION)
     adam_beta2: float = _f(0.95, "", FRACTION)
-    adam_epsilon: float = _f(1e-8, "", POSITIVE)
-    max_grad_norm: float = _f(1.0, "gradient clipping; 0: none", NOT_NEGATIVE)
+    adam_epsilon: float = _f(1e-8, "", SIZE)
+    max_grad_norm: float = _f(1.0, "gradient clipping; 0: none", SIZE_OR_NONE)
     mixed_precision: Literal["auto", "bf16", "fp16", "no"] = _f("auto", "auto: the best this device can do")
     torch_compile: bool | Auto = _f("auto", "auto: where there is a compiler and the run repays it")
     document_masking: bool = _f(False, "attention stays within a document, positions restart; GPT-2 does neither")
     gradient_checkpointing: bool = _f(False, "recompute activations in backward: less memory, more time")
-    mfu_peak_tflops: float | None = _f(
-        None, "dense peak of one device for MFU; default: looked up, or measured", POSITIVE
-    )
+    mfu_peak_tflops: float | None = _f(None, "dense peak of one device for MFU; default: looked up, or measured", SIZE)
     logging_steps: int = _f(10, "steps between training records", POSITIVE)
     eval_steps: int = _f(250, "steps between evaluations, also after the last step; 0: never", NOT_NEGATIVE)
     eval_tokens: int | None = _f(None, "target tokens of an evaluation; default: all held-out text", POSITIVE)
@@ -157,21 +184,22 @@ class PretrainConfig:
     save_best: bool = _f(False, "save after each evaluation that is the best so far, too")
     save_total_limit: int | None = _f(None, "checkpoints kept; of 2 or more one is the best", POSITIVE)
     max_failed_saves: int = _f(3, "checkpoints in a row that may fail, on a full disk say", POSITIVE)
-    resume_from_checkpoint: str = _f("never", "checkpoint folder, latest (if there is one), or never")
+    resume_from_checkpoint: str = _f("never", "checkpoint folder, latest (if there is one), or never", PATH)
     accept_changed_text: bool = _f(False, "resume although text, tokenizer, seed or step size are not as they were")
     on_bad_files: Literal["stop", "skip"] = _f("stop", "a file that cannot be read: end, or go on without it and count")
-    stream_timeout: float = _f(900.0, "seconds for which reading may fail before the run saves and ends", POSITIVE)
-    dataloader_num_workers: int = _f(1, "processes that read and tokenise streamed text ahead", NOT_NEGATIVE)
-    ddp_timeout: float = _f(1800.0, "seconds after which a process that does not answer ends the run", POSITIVE)
+    stream_timeout: float = _f(900.0, "seconds for which reading may fail before the run saves and ends", SECONDS)
+    dataloader_num_workers: int = _f(1, "processes that read and tokenise streamed text ahead", WORKERS)
+    ddp_timeout: float = _f(1800.0, "seconds after which a process that does not answer ends the run", SECONDS)
     report_to: str = _f(
         "none",
         "trackers, comma-separated: tensorboard, wandb, trackio, mlflow, others of transformers; all: those installed",
+        NAME,
     )
     push_to_hub: bool = _f(False, "upload the model to the Hub after the last step")
-    hub_model_id: str | None = _f(None, "user/name there, or name; default: the name of output_dir")
+    hub_model_id: str | None = _f(None, "user/name there, or name; default: the name of output_dir", NAME)
     hub_private_repo: bool | None = _f(None, "whether a new repository is private; default: the account's")
-    hub_license: str | None = _f(None, "license told in the model card, such as apache-2.0")
-    hub_language: str | None = _f(None, "languages told in the model card, comma-separated, such as en")
+    hub_license: str | None = _f(None, "license told in the model card, such as apache-2.0", NAME)
+    hub_language: str | None = _f(None, "languages told in the model card, comma-separated, such as en", NAME)
 
     # Settings that were stated, above a recipe or without one (None: all), and what of the recipe gave way to them.
     stated: ClassVar[frozenset[str] | None] = None
@@ -185,9 +213,15 @@ class PretrainConfig:
             try:
                 object.__setattr__(self, spec.name, convert(value, hints[spec.name]))
             except NOT_CONVERTIBLE:
-                problems.append(f"{spec.name}={value!s:.200}: must be {describe(hints[spec.name])}")
+                problems.append(f"{spec.name}={shown(value)}: must be {describe(hints[spec.name])}")
                 unreadable.add(spec.name)
                 object.__setattr__(self, spec.name, spec.default)  # so that the others can be checked
+                continue
+            if spec.metadata["must"] == PATH and (path := getattr(self, spec.name)) is not None:
+                try:
+                    object.__setattr__(self, spec.name, local_path(path))
+                except ValueError as error:
+                    problems.append(f"{spec.name}={shown(path)}: {error}")
         for name, usual in (("model", "gpt2-125m"), ("tokenizer", "gpt2")):
             if getattr(self, name) == AUTO and self.init_from is None:
                 object.__setattr__(self, name, usual)
@@ -203,31 +237,43 @@ class PretrainConfig:
     ) -> PretrainConfig:
         """The recipe's `defaults`, under `--config file.yaml`, under `--key value` of `argv` (default: sys.argv).
 
+        Of several files, and of a flag given again, the later one wins; the second is a warning.
+
         `for_model`: further defaults where the model, or the size it starts from, is the one named. No default refuses
-        what is stated above it, but gives way (`gave_way`); those of another text or other weights do not count.
+        what is stated above it, but gives way (`gave_way`). Those of other weights, and of a Hub dataset where a local
+        one is stated, do not count.
         """
-        parser = argparse.ArgumentParser(allow_abbrev=False, argument_default=argparse.SUPPRESS)
-        parser.add_argument("--config", metavar="FILE.yaml", nargs="?", const="", help="settings under the same keys")
+        parser = _Parser(allow_abbrev=False, argument_default=argparse.SUPPRESS)
+        options: dict[str, Any] = {"action": "append", "nargs": "?"}  # what is given again is known of, too
+        help_ = "settings under the same keys; of several files the later one wins"
+        parser.add_argument("--config", metavar="FILE.yaml", const="", help=help_, **options)
         for spec in dataclasses.fields(cls):
             default = (defaults or {}).get(spec.name, spec.default)
             text = f"{spec.metadata['help']} (default: {default})".replace("%", "%%").strip()
-            alone = "true" if "bool" in str(spec.type) else ""  # what a flag without a value means
-            parser.add_argument(f"--{spec.name}", metavar="VALUE", nargs="?", const=alone, help=text)
+            alone = "true" if "bool" in str(spec.type) else NO_VALUE  # what a flag without a value means
+            parser.add_argument(f"--{spec.name}", metavar="VALUE", const=alone, help=text, **options)
         known, unknown = parser.parse_known_args(argv)
-        command_line = vars(known)
+        given = vars(known)
+        files = [read_yaml(path) for path in given.pop("config", [])]
+        command_line: dict[str, Any] = {key: values[-1] for key, values in given.items()}
+        for key, values in given.items():
+            if any(value != values[-1] for value in values) and ranks()[0] == 0:
+                counted = f"given {len(values)} times; the last one counts: {shown(values[-1])}"
+                logger.warning("--%s: %s", key, counted)
         value_follows = False
         for argument in unknown:
             if argument.startswith("--"):
                 command_line[argument[2:].split("=")[0]] = None
             elif not value_follows:
-                raise UserError(f"{argument}: not a flag; settings are given as --key value")
+                raise UserError(f"{shown(argument)}: not a flag; settings are given as --key value")
             value_follows = argument.startswith("--") and "=" not in argument
-        path = command_line.pop("config", None)
-        layers = [dict(defaults or {}), {} if path is None else _read_yaml(path), command_line]
-        recipe, above = layers[0], {**layers[1], **layers[2]}
+        layers = [dict(defaults or {}), *files, command_line]
+        recipe, above = layers[0], {key: value for layer in layers[1:] for key, value in layer.items()}
         of_another = {}
         for key, dependent in _OF_ANOTHER.items():
             if above.get(key) in (None, "none", "null", "None") or above[key] == recipe.get(key):
+                continue
+            if key == "dataset" and not _is_local(str(above[key])):  # a mirror, say, with the same parts
                 continue
             for name in dependent:
                 # A checkpoint's own tokenizer comes with its weights, where it has one.
@@ -237,7 +283,10 @@ class PretrainConfig:
         with contextlib.suppress(*NOT_CONVERTIBLE):
             model = convert(model, dict[str, Any]).get("size")
         config = cls.from_layers(*layers[1:], recipe=(recipe, (for_model or {}).get(str(model), {})))
-        config.gave_way.update({key: values for key, values in of_another.items() if key not in above})
+        changed = {
+            key: values for key, values in of_another.items() if key not in above and values.recipe != values.now
+        }
+        config.gave_way.update(changed)
         return config
 
     @classmethod
@@ -253,10 +302,15 @@ class PretrainConfig:
             merged.update(layer)
         names = [spec.name for spec in dataclasses.fields(cls)]
         problems = []
-        for key in [key for key in merged if key not in names]:
-            near = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
-            problems.append(f"--{key}: no such setting; " + (f"did you mean --{near[0]}?" if near else "see --help"))
-            del merged[key]
+        unknown = [key for key in merged if key not in names]
+        for key in unknown[: MOST_UNKNOWN + 1]:
+            near = difflib.get_close_matches(key[:100], names, n=1, cutoff=0.5)
+            problems.append(
+                f"--{shown(key)}: no such setting; " + (f"did you mean --{near[0]}?" if near else "see --help")
+            )
+        merged = {key: value for key, value in merged.items() if key in names}
+        if len(unknown) > MOST_UNKNOWN:
+            problems[MOST_UNKNOWN:] = [f"and {len(unknown) - MOST_UNKNOWN:,} more that are no settings"]
         stated = frozenset(key for layer in layers for key in layer)
         gave_way = {} if recipe is None else _give_way(cls, merged, stated, recipe[0])
         try:
@@ -273,6 +327,18 @@ class PretrainConfig:
     def is_stated(self, key: str) -> bool:
         """Whether a value is not one that gives way, as a recipe's does."""
         return self.stated is None or key in self.stated
+
+    def without(self, error: UserError) -> PretrainConfig:
+        """With the library's own value for that of a recipe which `error` names. Raises `error` where it names none."""
+        key = re.split(r"\W", str(error), maxsplit=1)[0]
+        if key not in OF_THE_TEXT or self.is_stated(key):
+            raise error
+        recipe, default = getattr(self, key), self.__dataclass_fields__[key].default
+        if recipe == default:
+            raise error
+        new = self.settled(**{key: default})
+        new.gave_way[key] = GaveWay(recipe, default)
+        return new
 
     def settled(self, **facts: Any) -> PretrainConfig:
         """With `facts` that are as if they were stated: what was not stated gives way to them, as in `from_layers`."""
@@ -308,7 +374,8 @@ class PretrainConfig:
                 low = max(stated // per_pass, 1) * per_pass
                 blocks, rest = divmod(stated, self.sequence_length * processes)
                 largest = min(blocks, 4 * micro_batch)
-                fits = [] if rest else [str(size) for size in range(1, largest + 1) if blocks % size == 0]
+                sizes = range(1, min(largest, MOST_CANDIDATES) + 1)
+                fits = [] if rest else [str(size) for size in sizes if blocks % size == 0]
                 raise UserError(
                     f"tokens_per_step={stated} is not a multiple of {parts}; tokens_per_step={low} or {low + per_pass} "
                     "would fit" + (f", or a micro-batch of {', '.join(fits)}" if fits else "")
@@ -350,11 +417,10 @@ class PretrainConfig:
         problems = []
         for spec in dataclasses.fields(self):
             must, value = spec.metadata["must"], getattr(self, spec.name)
-            if must and not isinstance(value, str | None) and not _RULES[must](value):
+            is_checked = value is not None and isinstance(value, str) == (must == NAME)  # "auto" is no number
+            if must not in (None, PATH) and is_checked and not _RULES[must](value):
                 problems.append(f"{spec.name}={value}: must be {must}")
         sizes_fine = not problems
-        if self.seed >= 2**63:
-            problems.append(f"seed={self.seed}: must be below 2^63")
         lengths = [key for key in _LENGTHS if getattr(self, key) is not None]
         if len(lengths) != 1 and unreadable.isdisjoint(_LENGTHS):
             given = " and ".join(lengths) or "nothing"
@@ -397,7 +463,7 @@ class PretrainConfig:
             )
         try:
             n_positions = math.inf if self.model == AUTO else model_fields(self.model).get("n_positions", 1024)
-            if self.sequence_length > n_positions:
+            if self.sequence_length > n_positions and "sequence_length" not in unreadable:
                 problems.append(
                     f"sequence_length={self.sequence_length} is above the model's n_positions={n_positions}; "
                     f'shorten it, or set --model \'{{"size": .., "n_positions": {self.sequence_length}}}\''
@@ -488,25 +554,13 @@ def _model(values: dict[str, Any]) -> dict[str, Any]:
     )
 
 
+def _is_local(dataset: str) -> bool:
+    return dataset == "embedded" or glob.has_magic(dataset) or Path(dataset).expanduser().exists()
+
+
 def _has_tokenizer(init_from: str) -> bool:
     """Whether there is a tokenizer beside these weights; what is not here is taken for a repository that has one."""
     from hfgpt.data.tokenization import has_tokenizer
 
     path = Path(init_from).expanduser()
     return not path.exists() or has_tokenizer(path)
-
-
-def _read_yaml(path: str) -> dict[str, Any]:
-    if not path:
-        raise UserError("config: no file is named; give --config FILE.yaml")
-    try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"config={path}: {error.strerror}; name an existing YAML file") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"config={path}: not YAML: {' '.join(str(error).split())}") from None
-    if content is None:
-        return {}
-    if not isinstance(content, dict):
-        raise UserError(f"config={path}: must hold `key: value` lines")
-    return {str(key): value for key, value in content.items()}

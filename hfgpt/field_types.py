@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
+import reprlib
 import types
 import typing
+from collections import Counter
 from datetime import timedelta
+from decimal import Decimal
+from pathlib import Path
 from typing import Any, Literal
 
 import yaml
 
+from hfgpt.errors import UserError
+from hfgpt.files import local_path, read_text_file
+
 NOT_CONVERTIBLE = (ValueError, TypeError, OverflowError)
+NO_VALUE: list[Any] = []  # of a flag that stands alone; no setting is a list
+WHOLE_BELOW = 2**63  # what JSON readers, torch and numpy hold
+LARGEST_YAML_BYTES = 2**16  # beyond which reading takes seconds
 
 
 def convert(value: Any, hint: Any) -> Any:
     """`value` (text from a command line, or YAML) as the type `hint`; ValueError where it is not one."""
     origin, options = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
+        is_mapping = isinstance(value, str) and value.lstrip().startswith("{")
+        if is_mapping and (mapping := next((o for o in options if typing.get_origin(o) is dict), None)):
+            return convert(value, mapping)  # a broken one is no name
         for option in sorted(options, key=lambda option: option is not type(None)):  # "none" is no name
             try:
                 return convert(value, option)
@@ -23,14 +36,14 @@ def convert(value: Any, hint: Any) -> Any:
                 continue
         raise ValueError
     if origin is Literal:
-        text = "no" if value is False else value  # YAML reads a bare `no` as false
+        text = "no" if value is False or value in ("false", "off") else value  # YAML takes a bare `no` for false
         if text in options:
             return text
         raise ValueError
     if origin is dict:
         try:
-            parsed = yaml.safe_load(value) if isinstance(value, str) and value.lstrip().startswith("{") else value
-        except yaml.YAMLError:
+            parsed = yaml.load(value, YamlSettings) if isinstance(value, str) and value.lstrip()[:1] == "{" else value
+        except (yaml.YAMLError, RecursionError):
             raise ValueError from None
         if isinstance(parsed, dict):
             return parsed
@@ -39,19 +52,28 @@ def convert(value: Any, hint: Any) -> Any:
         if value is None or value in ("none", "null", "None"):
             return None
         raise ValueError
+    if isinstance(value, dict | list) or value is None:
+        raise ValueError
     if hint is bool:
-        known = {"true": True, "false": False, "yes": True, "no": False, "1": True, "0": False}
+        known = {
+            "true": True,
+            "yes": True,
+            "on": True,
+            "1": True,
+            "false": False,
+            "no": False,
+            "off": False,
+            "0": False,
+        }
         if str(value).lower() in known:
             return known[str(value).lower()]
         raise ValueError
-    if isinstance(value, bool | dict | list) or value is None:
+    if isinstance(value, bool):
         raise ValueError
     if hint is int:
-        if not float(value).is_integer():  # 1e9 and 524_288 are whole numbers too
-            raise ValueError
-        return int(value) if str(value).lstrip("-").isdigit() else int(float(value))
-    if hint is str and (not str(value) or str(value).lstrip().startswith("{")):
-        raise ValueError
+        return _whole(value)
+    if hint is str:
+        str(value).encode()  # raises UnicodeEncodeError, a ValueError: bytes that are not UTF-8 cannot be recorded
     return hint(value)
 
 
@@ -62,11 +84,107 @@ def duration(seconds: float) -> str:
     return str(timedelta(seconds=round(seconds)))
 
 
+def _whole(value: Any) -> int:
+    """The whole number that `value` is, exactly: 1e9, 1.5e3 and 9_007_199_254_740_993 are ones too."""
+    if not abs(float(value)) <= WHOLE_BELOW:
+        raise ValueError
+    if isinstance(value, str):
+        try:
+            exact = int(value)
+        except ValueError:
+            exact = int(number := _decimal(value))
+            if exact != number:
+                raise ValueError from None
+    else:
+        exact = int(value)
+        if exact != value:
+            raise ValueError
+    if abs(exact) >= WHOLE_BELOW:
+        raise ValueError
+    return exact
+
+
+def _decimal(text: str) -> Decimal:
+    try:
+        return Decimal(text)
+    except ArithmeticError:  # an exponent of twenty digits
+        raise ValueError from None
+
+
 def describe(hint: Any) -> str:
-    names = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "none"}
+    names = {int: "a whole number below 2^63", float: "a number", bool: "true or false", str: "text in UTF-8"}
     origin, options = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         return " or ".join(describe(option) for option in options if option is not type(None))
     if origin is Literal:
         return " or ".join(map(str, options))
     return "a mapping of fields" if origin is dict else names[hint]
+
+
+def shown(value: Any) -> str:
+    """A value for a message: one line of at most 200 characters, however large the value is."""
+    if value == NO_VALUE:
+        return ""
+    try:
+        text = value if isinstance(value, str) else _SHORT.repr(value) if isinstance(value, dict) else _short(value)
+    except ValueError:  # Python does not write numbers of thousands of digits
+        text = f"({type(value).__name__})"
+    return " ".join(text[:1000].split())[:200]
+
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = 100
+
+
+def _short(value: Any) -> str:
+    return _SHORT.repr(value) if isinstance(value, list | tuple | set) else str(value)
+
+
+class YamlSettings(yaml.SafeLoader):
+    """YAML in which no key stands twice: the first would be lost in silence."""
+
+    def compose_mapping_node(self, anchor: Any) -> Any:
+        node = super().compose_mapping_node(anchor)
+        keys = Counter(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode))
+        if twice := [key for key, count in keys.items() if count > 1]:
+            raise yaml.MarkedYAMLError(problem=f"{shown(twice[0])} is stated twice; keep one")
+        return node
+
+
+def read_yaml(path: str) -> dict[str, Any]:
+    """The `key: value` lines of a settings file, with numbers as text, as a command line has them.
+
+    YAML alone would make 1.1 of the name 1.10 and 8 of 010. Raises UserError for what is no such file.
+    """
+    if not path:
+        raise UserError("config: no file is named; give --config FILE.yaml")
+    where = f"config={shown(path)}"
+    try:
+        name = Path(local_path(path))
+    except ValueError as error:
+        raise UserError(f"{where}: {error}") from None
+    try:
+        size = name.stat().st_size
+        if size > LARGEST_YAML_BYTES:
+            raise UserError(f"{where}: {size:,} bytes are no file of settings; name an existing YAML file")
+        loader = YamlSettings(read_text_file(name))
+        root = loader.get_single_node()
+        for _, node in root.value if isinstance(root, yaml.MappingNode) else []:
+            if node.tag.rpartition(":")[2] in ("int", "float", "timestamp", "bool") and isinstance(node.value, str):
+                node.tag = "tag:yaml.org,2002:str"
+        content = None if root is None else loader.construct_document(root)
+    except UserError:
+        raise
+    except OSError as error:
+        raise UserError(f"{where}: {error.strerror}; name an existing YAML file") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"{where}: not YAML: {' '.join(str(error).split())[:300]}") from None
+    except RecursionError:
+        raise UserError(f"{where}: nested too deeply; must hold `key: value` lines") from None
+    except (ValueError, OverflowError):  # thousands of digits
+        raise UserError(f"{where}: holds a number or date that cannot be") from None
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise UserError(f"{where}: must hold `key: value` lines")
+    return {str(key): value for key, value in content.items()}

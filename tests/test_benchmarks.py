@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 FOLDER = Path(__file__).parent / "benchmarks"
-SCRIPTS = ("run", "train_step", "loop_overhead", "lm_head_memory", "startup", "tokens_to_loss")
+SCRIPTS = ("run", "train_step", "loop_overhead", "lm_head_memory", "long_memory", "startup", "tokens_to_loss")
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

@@ -102,6 +102,75 @@ def test_wrong_use_of_the_command_is_one_line(monkeypatch, capsys, arguments, na
     assert (code, out) == (2, "") and line.startswith("error: ") and named in line
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "generate {}", "generate x --prompt_file={}", "evaluate {} --dataset x", "evaluate x --dataset {}",
+        "import {} new", "import x {}", "export {} new", "export x {}", "verify {}", "push {} me/x", "audit {}",
+        "compare {}", "compare x --output={}",
+    ],
+)  # fmt: skip
+def test_a_name_that_no_file_can_have_is_refused_by_each_command(monkeypatch, capsys, line):
+    for path, why in (("a" * 5000, "too long"), ("a/" * 3000, "too long"), ("a\0", "zero byte"), ("\udcff", "UTF-8")):
+        code, out, err = command(monkeypatch, capsys, *(part.format(path) for part in line.split()))
+        assert (code, out, err.count("\n")) == (2, "", 1) and why in err and len(err) < 300
+
+
+@pytest.mark.parametrize("value", ["9223372036854775808", "1e400", "1.5", "-1", "0"])
+def test_counts_of_commands_are_refused_beyond_their_range(monkeypatch, capsys, value):
+    for line in ("evaluate x --dataset x --per_device_eval_batch_size", "evaluate x --dataset x --eval_tokens"):
+        code, _, err = command(monkeypatch, capsys, *line.split(), value)
+        assert code == 2 and value in err and err.count("\n") == 1
+    code, _, err = command(
+        monkeypatch, capsys, "evaluate", "x", "--dataset", "x", "--per_device_eval_batch_size=2147483648"
+    )
+    assert code == 2 and "is not from 1 to 65536" in err
+
+
+def test_home_is_found_by_commands(monkeypatch, capsys, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for written in ("~/nowhere", "$HOME/nowhere"):
+        assert f"{tmp_path}/nowhere" in command(monkeypatch, capsys, "verify", written)[2]
+
+
+OPTIMIZED = """
+import json, sys
+from pathlib import Path
+from hfgpt.comparing import read_runs
+from hfgpt.data.audit import audit
+from hfgpt.errors import UserError
+from hfgpt.evaluation.generate import read_prompts
+
+folder = Path(sys.argv[1])
+(folder / "prompts.jsonl").write_text('{"prompt": 5}')
+lines = []
+for facts in ({}, {"config": 1, "data": {}, "plan": {}}, {"config": {}, "data": {}, "plan": {}, "model": 5}):
+    (folder / "run.json").write_text(json.dumps(facts))
+    (folder / "ledger.jsonl").write_text('{"step": 1}')
+    lines.append(read_runs([folder])[0].notes[0])
+    try:
+        audit(folder)
+    except UserError as error:
+        lines.append(str(error))
+try:
+    read_prompts(folder / "prompts.jsonl")
+except UserError as error:
+    lines.append(str(error))
+assert False, "assertions are on"
+print(json.dumps(lines))
+"""
+
+
+def test_without_assertions_input_is_checked_all_the_same(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-O", "-c", OPTIMIZED, str(tmp_path)], capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stderr
+    *lines, prompts = json.loads(done.stdout)
+    assert [line.startswith("run.json is not one of ours") for line in lines[::2]] == [True] * 3
+    assert all("give a run folder" in line for line in lines[1::2]) and "line 1 is not" in prompts
+
+
 def test_generate_prints_the_samples_of_the_library(monkeypatch, capsys, tmp_path):
     from transformers import GPT2Config
 

@@ -6,7 +6,6 @@ import json
 import math
 import re
 import sys
-import time
 
 import numpy as np
 import pytest
@@ -805,14 +804,12 @@ def test_logs_of_other_vocabularies_are_known_by_their_first_loss(tmp_path):
     ],
 )
 def test_each_reference_log_is_read_and_compared(tmp_path, name, kind, steps, evaluation):
-    began = time.perf_counter()
     found = compared(LOGS / name, LOGS / name, write_run(tmp_path / "run"), tokens_per_step=[524_288])
     facts = found["runs"][0]
     assert (facts["kind"], facts["steps"]) == (kind, steps)
     assert (facts["eval_step"], facts["eval_loss"]) == evaluation
     assert facts["tokens"] == steps * 524_288
     assert found["pairs"][0]["verdicts"][0].startswith("no difference beyond noise at equal tokens")
-    assert time.perf_counter() - began < 30
 
 
 @pytest.mark.skipif(not LOGS.is_dir(), reason="the reference logs are not beside this checkout")

@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 
 import pytest
+import yaml
 
-from hfgpt.config import PretrainConfig
+from hfgpt.config import Batch, PretrainConfig
 from hfgpt.errors import UserError
 from hfgpt.model.configuration_gpt2 import model_config
 from hfgpt.training.lr_schedule import LearningRate
@@ -99,6 +100,121 @@ def test_unknown_flag_offers_the_nearest():
     assert problems("--gradient_acumulation_steps=4") == (problem,)
     assert "--max_steps" in problems("--max_step", "4")[0]  # no abbreviations
     assert "train.py" in problems("train.py")[0]
+
+
+@pytest.mark.parametrize("key", ["output_dir", "init_from", "dataset", "eval_dataset", "tokenizer"])
+def test_paths_are_read_as_a_shell_reads_them_wherever_they_stand(tmp_path, monkeypatch, key):
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.setenv("SCRATCH", "/scratch")
+    path = tmp_path / "run.yaml"
+    for written, meant in (("~/a", "/home/me/a"), ("$SCRATCH/a", "/scratch/a"), ("${HOME}/a b", "/home/me/a b")):
+        path.write_text(f"{key}: {written}\n")
+        for config in (read("--config", str(path)), read(f"--{key}={written}"), read(**{key: written})):
+            assert getattr(config, key) == meant
+    for written, why in (
+        ("~nobody-here/a", "no home folder"),
+        ("${UNSET_HERE}/a", "no variable UNSET_HERE"),
+        ("", "empty"),
+    ):
+        (problem,) = problems(f"--{key}={written}")
+        assert problem.startswith(f"{key}=") and why in problem
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "~").mkdir()
+    assert getattr(read(f"--{key}=~"), key) == "~"  # what is there under this very name
+
+
+@pytest.mark.parametrize(("path", "why"), [("a" * 5000, "too long"), ("a\0b", "zero byte"), ("a\udcff", "UTF-8")])
+def test_names_that_no_file_can_have_are_refused(path, why):
+    for key in ("output_dir", "dataset", "init_from", "config"):
+        (problem,) = problems(f"--{key}={path}")
+        assert problem.startswith(f"{key}=") and why in problem and len(problem) < 300
+
+
+def test_several_files_of_settings_merge_and_of_a_flag_the_last_counts_with_a_warning(tmp_path, caplog):
+    for name, text in (("a", "seed: 1\nmax_tokens: 9\nwarmup_steps: 3\n"), ("b", "seed: 2\nmax_steps: 5\n")):
+        (tmp_path / name).write_text(text)
+    both = ["--config", str(tmp_path / "a"), "--config", str(tmp_path / "b")]
+    config = read(*both)
+    assert (config.seed, config.warmup_steps, config.max_steps, config.max_tokens) == (2, 3, 5, None)
+    assert not caplog.messages
+    assert read(*both, "--seed", "3", "--seed=4").seed == 4
+    assert caplog.messages == ["--seed: given 2 times; the last one counts: 4"]
+
+
+@pytest.mark.parametrize(
+    "text", ['{"a": 1}', "{ROMEO}", "", " ", "- x", "--seed", "{", "[1]", "5", "true", "~", "a: b", "é\n"]
+)
+def test_text_settings_take_any_text(tmp_path, text):
+    assert read(f"--sample_prompt={text}").sample_prompt == read(sample_prompt=text).sample_prompt == text
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump({"sample_prompt": text}))
+    assert read("--config", str(tmp_path / "run.yaml")).sample_prompt == text
+    assert problems("--sample_prompt")[0].startswith("sample_prompt=: must be text")  # no text at all
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("9_007_199_254_740_993", 2**53 + 1),
+        ("9007199254740993", 2**53 + 1),
+        ("9.007199254740993e15", 2**53 + 1),
+        ("9007199254740993.0", 2**53 + 1),
+        ("9223372036854775807", 2**63 - 1),
+        ("1e18", 10**18),
+        ("1_0e2", 1000),
+        ("+7", 7),
+        ("-0.0", 0),
+        ("٣", 3),
+        ("010", 10),
+        ("9007199254740993.5", None),
+        ("9223372036854775808", None),
+        ("1e-400", None),
+        ("1e400", None),
+        ("0x10", None),
+        ("1__0", None),
+        ("1:30", None),
+    ],
+)
+def test_whole_numbers_are_exact_or_refused(tmp_path, text, number):
+    (tmp_path / "run.yaml").write_text(f"seed: {text}\n")
+    for argv in ([f"--seed={text}"], ["--config", str(tmp_path / "run.yaml")]):
+        if number is None:
+            assert problems(*argv)[0].startswith(f"seed={text}: must be a whole number")
+        else:
+            assert read(*argv).seed == number
+
+
+def test_a_file_of_settings_says_what_stands_in_it(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        "run_name: 1.10\nhub_language: no\ndataset_revision: 1234567e5\ntorch_compile: no\neval_tokens: null\n"
+    )
+    config = read("--config", str(path))
+    assert (config.run_name, config.hub_language, config.dataset_revision) == ("1.10", "no", "1234567e5")
+    assert config.torch_compile is False and config.eval_tokens is None
+    path.write_text("seed: 1\nmodel: {size: char-cpu, n_layer: 2, n_layer: 3}\n")
+    assert "n_layer is stated twice" in problems("--config", str(path))[0]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("ddp_timeout", "1e300"), ("stream_timeout", "1e-300"), ("learning_rate", "1e300"), ("learning_rate", "1e-300"),
+        ("adam_epsilon", "1e-300"), ("weight_decay", "1e39"), ("max_grad_norm", "1e-46"), ("num_train_epochs", "1e300"),
+        ("dataloader_num_workers", "1e6"), ("mfu_peak_tflops", "1e-300"),
+    ],
+)  # fmt: skip
+def test_numbers_that_clocks_and_float32_lack_are_refused(key, value):
+    found = problems(f"--{key}={value}")
+    assert any(problem.startswith(f"{key}={float(value):g}".replace("1e+06", "1000000")) for problem in found), found
+
+
+def test_sizes_beyond_all_machines_are_refused_at_once():
+    """Nothing counts up to them."""
+    assert "not a multiple" in problems("--tokens_per_step=1e18", "--per_device_train_batch_size=999999999999")[0]
+    assert (
+        "n_head may be" in problems("--model", "{n_embd: 999999999999, n_head: 7777777777}", "--sequence_length=8")[0]
+    )
+    assert len(Batch(1, 1, 2**40, 1).cuts()) == 41
 
 
 def test_every_problem_is_told_at_once(tmp_path):
@@ -230,9 +346,8 @@ RECIPE = {
         ({}, {"init_from": "{nanogpt}"}, {"tokenizer": "char", "model": "auto"}),
         ({}, {"init_from": "{without}"}, {"tokenizer": "char", "model": "auto"}),
         ({}, {"init_from": "some/model"}, {"tokenizer": "auto", "model": "auto"}),
-        ({"dataset": "x/y", "dataset_name": "a", "dataset_split": "b", "text_column": "c", "eval_dataset": "d"},
-         {"dataset": "z.txt"},
-         {"dataset_name": None, "dataset_split": "train", "text_column": "text", "eval_dataset": None}),
+        ({"dataset": "x/y", "dataset_name": "a", "dataset_split": "b"}, {"dataset": "{without}"},
+         {"dataset_name": None, "dataset_split": "train"}),
         ({"dataset": "x/y", "dataset_name": "a"}, {"dataset": "x/y"}, {"dataset_name": "a"}),
     ],
 )  # fmt: skip
@@ -307,4 +422,4 @@ def test_a_recipes_choice_within_its_hub_dataset_does_not_count_for_a_local_one(
     for dataset in ("embedded", str(tmp_path), f"{tmp_path}/*.txt"):
         assert PretrainConfig.from_cli(recipe, ["--dataset", dataset]).dataset_name is None
         assert PretrainConfig.from_cli(recipe, ["--dataset", dataset, "--dataset_name", "x"]).dataset_name == "x"
-    assert PretrainConfig.from_cli(recipe, ["--dataset", "user/other"]).dataset_name is None
+    assert PretrainConfig.from_cli(recipe, ["--dataset", "user/mirror"]).dataset_name == "sample"

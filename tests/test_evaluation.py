@@ -60,7 +60,7 @@ def test_unknown_bytes_give_no_bits_per_byte(model):
 
 def test_an_evaluation_that_takes_long_shows_where_it_is_and_a_short_one_nothing(model, monkeypatch, capsys):
     tokens = np.random.default_rng(0).integers(0, V, 40 * T).astype(np.int32)
-    options = {"accelerator": Accelerator(cpu=True), "sequence_length": T, "batch_size": 2, "token_bytes": None}
+    options = {"accelerator": Accelerator(cpu=True), "sequence_length": T, "batch_size": 2}
     evaluate(model, tokens, **options)
     assert capsys.readouterr() == ("", "")
     monkeypatch.setattr("hfgpt.evaluation.loss.PROGRESS_AFTER_SECONDS", 1e-9)

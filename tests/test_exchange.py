@@ -54,10 +54,10 @@ def test_an_imported_model_answers_as_nanogpts_did(tmp_path, characters, bias, p
     assert "step 2,000, best validation loss 1.5000" in said and "with its tokenizer" in said
     torch.testing.assert_close(stock_logits(tmp_path / "model"), logits_BTV(state, IDS), atol=1e-5, rtol=0)
     tensors = load_file(tmp_path / "model" / "model.safetensors")
-    assert tensors["transformer.h.1.attn.c_proj.weight"].equal(state["transformer.h.1.attn.c_proj.weight"].T)
-    assert "transformer.h.0.attn.bias" not in tensors and "lm_head.weight" not in tensors
+    assert tensors["h.1.attn.c_proj.weight"].equal(state["transformer.h.1.attn.c_proj.weight"].T)
+    assert "h.0.attn.bias" not in tensors and "lm_head.weight" not in tensors
     given = state["transformer.h.0.attn.c_attn.bias"] if bias else torch.zeros(96)
-    assert tensors["transformer.h.0.attn.c_attn.bias"].equal(given)
+    assert tensors["h.0.attn.c_attn.bias"].equal(given)
     config = json.loads((tmp_path / "model" / "config.json").read_text())
     assert config["activation_function"] == "gelu" and config["dtype"] == "float32" and config["resid_pdrop"] == 0
 
@@ -89,7 +89,7 @@ def test_padded_rows_are_left_out_and_other_numbers_refused(tmp_path, characters
     folder = tmp_path / "model"
     config = json.loads((folder / "config.json").read_text())
     assert config["vocab_size"] == len(AutoTokenizer.from_pretrained(folder)) == 24
-    rows = load_file(folder / "model.safetensors")["transformer.wte.weight"]
+    rows = load_file(folder / "model.safetensors")["wte.weight"]
     assert rows.equal(state["transformer.wte.weight"][:24])
     torch.testing.assert_close(stock_logits(folder), logits_BTV(state, IDS)[..., :24], atol=1e-5, rtol=0)
     checkpoint = write_checkpoint(tmp_path / "odd.pt", random_state(vocab_size=27), args={"vocab_size": 27})
@@ -224,7 +224,7 @@ def test_an_exported_folder_is_plain_and_says_what_it_is(checkpoint, tmp_path, d
         assert file.metadata() == {"format": "pt"}
         stored = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     model = StockGPT2.from_pretrained(folder)
-    expected = {name for name in model.state_dict() if untie_head or name != "lm_head.weight"}
+    expected = set(model.state_dict() if untie_head else model.transformer.state_dict())
     assert stored.keys() == expected and {value.dtype for value in stored.values()} == {getattr(torch, dtype)}
     assert (model.lm_head.weight.data_ptr() == model.transformer.wte.weight.data_ptr()) != untie_head
     config = json.loads((folder / "config.json").read_text())
@@ -282,12 +282,12 @@ def test_what_an_export_reads_from_elsewhere_is_made_whole(tmp_path):
     model.save_pretrained(tmp_path / "model")
     save_tokenizer(tokenizer, tmp_path / "model")
     tensors = load_file(tmp_path / "model" / "model.safetensors")
-    buffers = {"transformer.h.0.attn.bias": torch.ones(1, 1, 16, 16), "transformer.h.0.attn.masked_bias": torch.ones(1)}
+    buffers = {"h.0.attn.bias": torch.ones(1, 1, 16, 16), "h.0.attn.masked_bias": torch.ones(1)}
     save_file({**tensors, **buffers}, tmp_path / "model" / "model.safetensors", metadata={"format": "pt"})
     entries = len(tokenizer)
     dropped = len(model.transformer.wte.weight) - entries
     assert dropped and f"left out {dropped} rows" in export(tmp_path / "model", tmp_path / "out")[0]
     written = load_file(tmp_path / "out" / "model.safetensors")
-    assert written.keys() == tensors.keys() and len(written["transformer.wte.weight"]) == entries
+    assert written.keys() == tensors.keys() and len(written["wte.weight"]) == entries
     assert AutoTokenizer.from_pretrained(tmp_path / "out").model_max_length == 16
     assert (tmp_path / "out" / "README.md").read_text().count("exported with hfgpt from model") == 1

@@ -12,7 +12,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from hfgpt import cli
 from hfgpt.data.tokenization import load_tokenizer, save_tokenizer
-from hfgpt.errors import UserError
+from hfgpt.errors import RunError, UserError
 from hfgpt.evaluation import generate as generation
 from hfgpt.evaluation.generate import generate, load_checkpoint
 from hfgpt.model.modeling_gpt2 import GPT2LMHeadModel as OurModel
@@ -54,6 +54,36 @@ def test_greedy_equals_stock_generate(model, letters):
     expected = stock.generate(ids, do_sample=False, max_new_tokens=11, pad_token_id=0)[0, ids.shape[1] :]
     text = text_of(model, letters, "hello", temperature=0, max_new_tokens=11)
     assert text == letters.decode(expected) and len(set(text)) >= 3
+
+
+@pytest.mark.parametrize("temperature", [1e-46, 5e-324, 1e-38, 1e-30, -0.0])
+def test_a_temperature_near_zero_takes_the_likeliest_token(letters, temperature):
+    model = tiny()
+    greedy = text_of(model, letters, "hello", temperature=0, max_new_tokens=11)
+    for options in ({}, {"top_k": 5, "top_p": 0.5}, {"top_p": 1e-300}):
+        assert text_of(model, letters, "hello", temperature=temperature, max_new_tokens=11, **options) == greedy
+
+
+def test_values_at_the_ends_of_floats_still_draw(letters):
+    model = tiny()
+    for options in ({"temperature": 1e300}, {"temperature": 1e39, "top_k": 2**63}, {"top_p": 5e-324}, {"top_p": 1.0}):
+        assert len(text_of(model, letters, "hello", max_new_tokens=11, seed=1, **options)) == 11
+    with torch.no_grad():
+        model.transformer.wte.weight[3] = torch.nan
+    with pytest.raises(RunError, match="not finite"):
+        text_of(model, letters, "hello", seed=1)
+
+
+@pytest.mark.parametrize("name", ["num_samples", "max_new_tokens", "batch_size"])
+@pytest.mark.parametrize("value", [0, -1, 2**31 + 1, 2**63, 10**400])
+def test_counts_beyond_all_use_are_refused_at_once(letters, name, value):
+    with pytest.raises(UserError, match=f"{name} {value}: 1 to "):
+        generate(tiny(), letters, "hello", **{name: value})
+
+
+def test_samples_are_made_as_they_are_read(letters):
+    texts = generate(tiny(), letters, "hello", num_samples=2**31, batch_size=2, max_new_tokens=2, seed=1)
+    assert [len(next(texts)) for _ in range(3)] == [2, 2, 2]
 
 
 def test_cached_logits_equal_those_of_a_full_pass(model):
@@ -305,7 +335,7 @@ def test_a_checkpoint_that_lacks_weights_is_refused(checkpoint):
     from safetensors.torch import load_file, save_file
 
     weights = load_file(checkpoint / "model.safetensors")
-    del weights["transformer.h.1.mlp.c_fc.weight"]
+    del weights["h.1.mlp.c_fc.weight"]
     save_file(weights, checkpoint / "model.safetensors", metadata={"format": "pt"})
     assert "transformer.h.1.mlp.c_fc.weight" in refusal(checkpoint)
 

@@ -23,6 +23,7 @@ from hfgpt import PretrainConfig
 from hfgpt.data.audit import audit
 from hfgpt.errors import UserError
 from hfgpt.hub.import_export import export
+from hfgpt.model.modeling_gpt2 import own_names
 from hfgpt.training.pretrainer import evaluate
 
 
@@ -79,15 +80,15 @@ def test_parameters_are_float32_and_old_buffers_and_padding_are_left_behind(begu
     export(first.folder.checkpoint(6), tmp_path / "half", "bfloat16")
     path = tmp_path / "half" / "model.safetensors"
     tensors = load_file(path)
-    masks = {"transformer.h.0.attn.bias": torch.ones(1, 1, 32, 32), "transformer.h.0.attn.masked_bias": torch.ones(1)}
-    rows = tensors["transformer.wte.weight"]
+    masks = {"h.0.attn.bias": torch.ones(1, 1, 32, 32), "h.0.attn.masked_bias": torch.ones(1)}
+    rows = tensors["wte.weight"]
     padded = torch.cat([rows, torch.ones(-len(rows) % 64, 32, dtype=rows.dtype)])
-    save_file({**tensors, **masks, "transformer.wte.weight": padded}, path, metadata={"format": "pt"})
+    save_file({**tensors, **masks, "wte.weight": padded}, path, metadata={"format": "pt"})
     described = json.loads((tmp_path / "half" / "config.json").read_text())
     (tmp_path / "half" / "config.json").write_text(json.dumps({**described, "vocab_size": len(padded)}))
     state = prepared(settings(init_from=str(tmp_path / "half"))).step.model.state_dict()
     assert {value.dtype for value in state.values()} == {torch.float32}
-    assert all(state[name].equal(value.float()) for name, value in tensors.items())
+    assert all(state[name].equal(value.float()) for name, value in own_names(tensors).items())
     with pytest.raises(UserError, match="a model alone, from which --init_from starts a run"):
         trained(settings(resume_from_checkpoint=str(tmp_path / "half")))
 
@@ -203,6 +204,19 @@ def test_a_recipes_document_masking_gives_way_to_a_tokenizer_without_separator(c
         prepared(PretrainConfig.from_cli(recipe, [*flags, "--document_masking", "true"]))
 
 
+def test_what_a_recipe_says_of_its_own_text_gives_way_to_the_text_that_is_stated(config, tmp_path):
+    (tmp_path / "a.jsonl").write_text("".join(f'{{"text": "line {n} of a text"}}\n' for n in range(500)))
+    values = {key: value for key, value in config().to_dict().items() if value is not None}
+    recipe = {**values, "dataset": "user/corpus", "dataset_name": "part", "text_column": "content"}
+    recipe["eval_dataset"] = "validation"
+    for file in (tmp_path / "a.jsonl", tmp_path / "text.txt"):
+        run = prepared(PretrainConfig.from_cli(recipe, ["--dataset", str(file)]))
+        gave_way = {key: now for key, (_, now) in run.config.gave_way.items()}
+        assert gave_way == {"dataset_name": None, "text_column": "text", "eval_dataset": None}
+    with pytest.raises(UserError, match="text_column=content"):
+        prepared(PretrainConfig.from_cli(recipe, ["--dataset", str(file), "--text_column", "content"]))
+
+
 HUB_RUN = """
 import sys
 from hfgpt import PretrainConfig, Pretrainer, run_recipe
@@ -253,7 +267,7 @@ def test_a_model_of_the_hub_is_pinned_and_fetched_by_the_main_process_alone(tmp_
         done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=200)
         assert done.returncode == 0, done.stderr
         assert "is not read" not in done.stderr and hub.requests[before:] == []
-    weights = load_file(tmp_path / "run" / "checkpoint-2" / "model.safetensors")
+    weights = own_names(load_file(tmp_path / "run" / "checkpoint-2" / "model.safetensors"))
     assert all(torch.allclose(weights[name], value, atol=1e-6) for name, value in tensors.items())
     card = (tmp_path / "run" / "checkpoint-3" / "README.md").read_text()
     assert f"begun from | the weights of user/model@{commit}" in card and "base_model: user/model\n" in card

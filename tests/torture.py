@@ -130,7 +130,7 @@ class Process:
             os.kill(self.pid, signal.SIGKILL)
             self.status = os.waitpid(self.pid, 0)[1]
 
-    def expect_none_left(self, seconds: float = 10) -> None:
+    def expect_none_left(self, seconds: float = 60) -> None:
         """Its workers, now children of this process, end by themselves."""
         until = time.monotonic() + seconds
         while True:

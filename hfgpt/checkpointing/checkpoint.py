@@ -19,6 +19,7 @@ import xxhash
 from hfgpt.checkpointing.run_folder import BEST, LATEST, RunFolder, remove, write_json
 from hfgpt.checkpointing.training_state import STATE, read_state
 from hfgpt.errors import UserError
+from hfgpt.files import read_text_file
 
 logger = logging.getLogger(__name__)
 
@@ -160,7 +161,7 @@ def _remove(folder: Path) -> None:
 def fault(folder: Path, required: Sequence[str] = REQUIRED) -> str | None:
     """What is wrong with a checkpoint folder by its manifest, or None when it is whole and has what is `required`."""
     try:
-        files = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]
+        files = json.loads(read_text_file(folder / MANIFEST))["files"]
         for name in required:
             if name not in files:
                 return f"{MANIFEST} does not name {name}"
@@ -176,7 +177,7 @@ def fault(folder: Path, required: Sequence[str] = REQUIRED) -> str | None:
                 return f"{name} is damaged (its hash differs from the one in {MANIFEST})"
     except FileNotFoundError:
         return f"{MANIFEST} is missing: it was not written to its end"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:  # links in a circle, too
         return f"{MANIFEST} is unreadable: {error}"
     return None
 

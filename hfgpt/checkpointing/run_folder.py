@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from hfgpt.errors import UserError
+from hfgpt.files import read_text_file
 
 try:
     import fcntl
@@ -54,12 +55,17 @@ def remove(path: Path) -> None:
         shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
+def is_count(value: Any) -> bool:
+    """Whether a value from a file is a whole number of steps, tokens or the like."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
+
+
 def _whole_lines(path: Path) -> list[dict[str, Any]]:
     found = []
     for line in path.read_bytes().splitlines() if path.is_file() else []:
         with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
             record = json.loads(line)
-            found += [record] if record["step"] >= 0 else []
+            found += [record] if is_count(record["step"]) else []
     return found
 
 
@@ -103,7 +109,7 @@ class RunFolder:
     def facts(self) -> dict[str, Any]:
         """Content of run.json; empty where there is none that can be read."""
         with contextlib.suppress(OSError, ValueError, RecursionError):
-            facts = json.loads(self.run_json.read_text(encoding="utf-8"))
+            facts = json.loads(read_text_file(self.run_json))
             return facts if isinstance(facts, dict) else {}
         return {}
 

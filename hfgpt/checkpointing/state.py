@@ -26,6 +26,8 @@ from hfgpt.data.tokenization import save_tokenizer
 from hfgpt.distributed.fsdp2 import from_main
 from hfgpt.distributed.ranks import HostGroup
 from hfgpt.errors import UserError
+from hfgpt.files import read_text_file
+from hfgpt.model.modeling_gpt2 import own_names
 
 # Fields of the model's configuration that change what it computes.
 FUNCTION = (
@@ -93,8 +95,9 @@ def load_model_and_optimizer(
 def _read_for(model: PreTrainedModel, state: dict[str, Any], folder: Path) -> dict[str, Any]:
     """`weights` by parameter name and `optimizer` in the form of `state`, from a checkpoint that has the same."""
     try:
-        saved = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        weights, moments = load_file(folder / "model.safetensors"), load_file(folder / STATE / "optimizer.safetensors")
+        saved = json.loads(read_text_file(folder / "config.json"))
+        weights = own_names(load_file(folder / "model.safetensors"))
+        moments = load_file(folder / STATE / "optimizer.safetensors")
     except (OSError, ValueError, RecursionError, SafetensorError) as error:
         raise UserError(f"resume_from_checkpoint={folder}: cannot be read ({error}); take another one") from error
     if not all(value.isfinite().all() for value in [*weights.values(), *moments.values()]):

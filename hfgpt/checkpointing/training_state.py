@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hfgpt.errors import UserError
+from hfgpt.files import read_text_file
 
 STATE = "training_state"
 NUMBER = (int, float)
@@ -29,7 +30,7 @@ def read_state(folder: Path, name: str) -> dict[str, Any]:
     """`trainer_state` or `data_state` of a checkpoint. Raises UserError where it is not as hfgpt writes it."""
     path = folder / STATE / f"{name}.json"
     try:
-        state = json.loads(path.read_text(encoding="utf-8"))
+        state = json.loads(read_text_file(path))
         wrong = _misformed(state, STATE_FORM[name])
     except (OSError, ValueError, RecursionError) as error:
         wrong = [f"{type(error).__name__}: {error}"]

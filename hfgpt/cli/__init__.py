@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -14,6 +15,8 @@ from hfgpt import __version__
 from hfgpt.cli.run_recipe import run_command
 from hfgpt.distributed.launcher import ranks
 from hfgpt.errors import RunError, UserError
+from hfgpt.field_types import NOT_CONVERTIBLE, WHOLE_BELOW, convert, describe, shown
+from hfgpt.files import local_path
 
 INTERRUPTED = 130  # what typer returns after Ctrl-C
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -25,6 +28,37 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
+
+
+def path(text: str) -> Path:
+    """A path, as `local_path` reads it."""
+    return Path(name(text))
+
+
+def name(text: str) -> str:
+    """A path, or something of the Hub."""
+    try:
+        return local_path(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+def whole(least: int | None = None, most: int = WHOLE_BELOW - 1) -> Callable[[str], int]:
+    """A whole number, which may be written 1e6, from `least` to `most`; without `least` its user checks it."""
+
+    def integer(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            try:
+                value = convert(text, int)
+            except NOT_CONVERTIBLE:
+                raise typer.BadParameter(f"{shown(text)} is not {describe(int)}") from None
+        if least is not None and not least <= value <= most:
+            raise typer.BadParameter(f"{shown(value)} is not from {least} to {most}")
+        return value
+
+    return integer
 
 
 def main() -> None:
@@ -55,20 +89,29 @@ def _options(version: Annotated[bool, typer.Option("--version", help="Print the 
 
 @app.command()
 def generate(
-    checkpoint: Annotated[Path, typer.Argument(help="Checkpoint folder: ours, or any GPT-2 model's.")],
+    checkpoint: Annotated[Path, typer.Argument(help="Checkpoint folder: ours, or any GPT-2 model's.", parser=path)],
     prompt: Annotated[
         list[str] | None, typer.Option("--prompt", help="Text to go on from; repeat it for several; -: standard input.")
     ] = None,
     prompt_file: Annotated[
-        Path | None, typer.Option("--prompt_file", help="A prompt per line; of a .jsonl: the field prompt.")
+        Path | None,
+        typer.Option("--prompt_file", help="A prompt per line; of a .jsonl: the field prompt.", parser=path),
     ] = None,
-    num_samples: Annotated[int, typer.Option("--num_samples", help="Texts to write for each prompt.")] = 1,
-    max_new_tokens: Annotated[int, typer.Option("--max_new_tokens", help="Tokens per text, at most.")] = 200,
+    num_samples: Annotated[
+        int, typer.Option("--num_samples", parser=whole(), help="Texts to write for each prompt.")
+    ] = 1,
+    max_new_tokens: Annotated[
+        int, typer.Option("--max_new_tokens", parser=whole(), help="Tokens per text, at most.")
+    ] = 200,
     temperature: Annotated[float, typer.Option("--temperature", help="0: the likeliest token.")] = 1.0,
-    top_k: Annotated[int | None, typer.Option("--top_k", help="Draw from the k likeliest; 0: from all.")] = None,
+    top_k: Annotated[
+        int | None, typer.Option("--top_k", parser=whole(), help="Draw from the k likeliest; 0: from all.")
+    ] = None,
     top_p: Annotated[float | None, typer.Option("--top_p", help="Draw from this much probability.")] = None,
-    seed: Annotated[int | None, typer.Option("--seed", help="Same seed, same texts.")] = None,
-    batch_size: Annotated[int, typer.Option("--batch_size", help="Texts that are written at a time.")] = 8,
+    seed: Annotated[int | None, typer.Option("--seed", parser=whole(), help="Same seed, same texts.")] = None,
+    batch_size: Annotated[
+        int, typer.Option("--batch_size", parser=whole(), help="Texts that are written at a time.")
+    ] = 8,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per text.")] = False,
 ) -> None:
     """Write text with a trained model; a single text appears as it is written.
@@ -110,9 +153,12 @@ def generate(
 
 @app.command()
 def evaluate(
-    checkpoint: Annotated[str, typer.Argument(help="Folder or Hub id: ours, or any causal language model's.")],
+    checkpoint: Annotated[
+        str, typer.Argument(help="Folder or Hub id: ours, or any causal language model's.", parser=name)
+    ],
     dataset: Annotated[
-        str | None, typer.Option("--dataset", help="File, folder, glob, Hub id or embedded; of a task: file, Hub id.")
+        str | None,
+        typer.Option("--dataset", help="File, folder, glob, Hub id or embedded; of a task: file, Hub id.", parser=name),
     ] = None,
     task: Annotated[Literal["hellaswag"] | None, typer.Option("--task", help="Instead of a text: hellaswag.")] = None,
     dataset_name: Annotated[str | None, typer.Option("--dataset_name", help="Configuration of a Hub set.")] = None,
@@ -120,18 +166,26 @@ def evaluate(
     dataset_revision: Annotated[str | None, typer.Option("--dataset_revision", help="Commit, tag, branch.")] = None,
     text_column: Annotated[str, typer.Option("--text_column", help="Column that holds the text.")] = "text",
     sequence_length: Annotated[
-        int | None, typer.Option("--sequence_length", min=1, help="Of a window; default: as trained, or the model's.")
+        int | None,
+        typer.Option("--sequence_length", parser=whole(1), help="Of a window; default: as trained, or the model's."),
     ] = None,
     stride: Annotated[
-        int | None, typer.Option("--stride", min=1, help="Sliding windows: tokens from one to the next.")
+        int | None, typer.Option("--stride", parser=whole(1), help="Sliding windows: tokens from one to the next.")
     ] = None,
     by_document: Annotated[
         bool | None, typer.Option("--by_document/--packed", help="Each on its own, or one after another.")
     ] = None,
-    eval_tokens: Annotated[int | None, typer.Option("--eval_tokens", min=1, help="Score so many only.")] = None,
-    limit: Annotated[int | None, typer.Option("--limit", min=1, help="Of a task: the first so many examples.")] = None,
+    eval_tokens: Annotated[
+        int | None, typer.Option("--eval_tokens", parser=whole(1), help="Score so many only.")
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option("--limit", parser=whole(1), help="Of a task: the first so many examples.")
+    ] = None,
     per_device_eval_batch_size: Annotated[
-        int, typer.Option("--per_device_eval_batch_size", min=1, help="Sequences per forward pass; changes nothing.")
+        int,
+        typer.Option(
+            "--per_device_eval_batch_size", parser=whole(1, 2**16), help="Sequences per forward pass; changes nothing."
+        ),
     ] = 8,
     mixed_precision: Annotated[Literal["auto", "bf16", "fp16", "no"], typer.Option("--mixed_precision")] = "no",
     torch_compile: Annotated[bool, typer.Option("--torch_compile/--eager", help="Changes nothing but time.")] = False,
@@ -188,10 +242,14 @@ def evaluate(
 
 @app.command("import")
 def import_(
-    checkpoint: Annotated[Path, typer.Argument(help="nanoGPT's ckpt.pt; no code in it is run.")],
-    folder: Annotated[Path, typer.Argument(help="New folder for the GPT-2 model.")],
-    tokenizer: Annotated[str | None, typer.Option("--tokenizer", help="Hub id or folder, or char.")] = None,
-    text: Annotated[Path | None, typer.Option("--text", help="With char: the text it was made from.")] = None,
+    checkpoint: Annotated[Path, typer.Argument(help="nanoGPT's ckpt.pt; no code in it is run.", parser=path)],
+    folder: Annotated[Path, typer.Argument(help="New folder for the GPT-2 model.", parser=path)],
+    tokenizer: Annotated[
+        str | None, typer.Option("--tokenizer", help="Hub id or folder, or char.", parser=name)
+    ] = None,
+    text: Annotated[
+        Path | None, typer.Option("--text", help="With char: the text it was made from.", parser=path)
+    ] = None,
 ) -> None:
     """Turn a nanoGPT checkpoint into a GPT-2 folder for generate, verify, --init_from and stock transformers.
 
@@ -205,8 +263,8 @@ def import_(
 
 @app.command()
 def export(
-    checkpoint: Annotated[Path, typer.Argument(help="Checkpoint folder: ours, or any GPT-2 model's.")],
-    folder: Annotated[Path, typer.Argument(help="New folder for the GPT-2 model.")],
+    checkpoint: Annotated[Path, typer.Argument(help="Checkpoint folder: ours, or any GPT-2 model's.", parser=path)],
+    folder: Annotated[Path, typer.Argument(help="New folder for the GPT-2 model.", parser=path)],
     dtype: Annotated[Dtype, typer.Option("--dtype", help="Of the numbers in the file.")] = "float32",
     untie_head: Annotated[bool, typer.Option("--untie_head", help="Store the head's matrix, too.")] = False,
 ) -> None:
@@ -242,7 +300,9 @@ def plan(
     price_per_hour: Annotated[str | None, typer.Option("--price_per_hour", help="Of one device.")] = None,
     watts: Annotated[str | None, typer.Option("--watts", help="That one device draws.")] = None,
     measure: Annotated[bool, typer.Option("--measure", help="Take real steps here, cut in each way.")] = False,
-    output: Annotated[Path | None, typer.Option("--output", help="With --measure: a plot, as PNG.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", help="With --measure: a plot, as PNG.", parser=path)
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Plan a run: memory by part, the micro-batch that fits, time, energy and cost; the device need not be there.
@@ -310,7 +370,7 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON 
 
 @app.command()
 def audit(
-    run: Annotated[Path, typer.Argument(help="Run folder.")],
+    run: Annotated[Path, typer.Argument(help="Run folder.", parser=path)],
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Prove from a run's ledger what it was trained on: nothing repeated, skipped, or leaked into validation.
@@ -325,12 +385,19 @@ def audit(
 @app.command()
 def compare(
     runs: Annotated[
-        list[Path], typer.Argument(metavar="RUN [RUN ...]", help="Run folders, or console logs of nanoGPT or llm.c.")
+        list[Path],
+        typer.Argument(metavar="RUN [RUN ...]", help="Run folders, or console logs of nanoGPT or llm.c.", parser=path),
     ],
-    output: Annotated[Path | None, typer.Option("--output", help="Markdown report; PNG plots go beside it.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", help="Markdown report; PNG plots go beside it.", parser=path)
+    ] = None,
     tokens_per_step: Annotated[
         list[int] | None,
-        typer.Option("--tokens_per_step", help="Of logs that do not say: one for all, or repeated, one for each log."),
+        typer.Option(
+            "--tokens_per_step",
+            parser=whole(),
+            help="Of logs that do not say: one for all, or repeated, one for each log.",
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
@@ -351,7 +418,7 @@ def compare(
 
 @app.command()
 def verify(
-    checkpoint: Annotated[Path, typer.Argument(help="Checkpoint folder: ours, or any GPT-2 model's.")],
+    checkpoint: Annotated[Path, typer.Argument(help="Checkpoint folder: ours, or any GPT-2 model's.", parser=path)],
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Check in a clean process that stock transformers loads a checkpoint and gives the loss that was recorded.
@@ -372,7 +439,7 @@ def _quiet_transformers() -> None:
 
 @app.command()
 def push(
-    checkpoint: Annotated[Path, typer.Argument(help="Checkpoint folder.")],
+    checkpoint: Annotated[Path, typer.Argument(help="Checkpoint folder.", parser=path)],
     repository: Annotated[str, typer.Argument(help="user/name on the Hub; a name alone is the token's user's.")],
     private: Annotated[bool, typer.Option("--private", help="Make it private; refuses one that is public.")] = False,
     revision: Annotated[str | None, typer.Option("--revision", help="Branch; made if there is none.")] = None,

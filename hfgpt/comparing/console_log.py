@@ -69,6 +69,8 @@ def read_log(path: Path, tokens_per_step: int | None = None) -> PastRun:
     standing for those since the last; where an evaluation or a start lies in it, which nanoGPT's clock includes, the
     median stands instead.
     """
+    if not path.is_file():
+        raise UserError(f"run {path}: not a regular file; give a run's output_dir, or a console log")
     try:
         content = path.read_bytes()
         wide = content[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)  # as Windows PowerShell writes it

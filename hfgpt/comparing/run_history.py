@@ -14,6 +14,7 @@ import numpy as np
 
 from hfgpt.checkpointing.run_folder import RunFolder
 from hfgpt.errors import UserError
+from hfgpt.files import read_text_file
 
 # Settings that name a run or say where things go, and those that `plan` holds resolved.
 _NAMES = ("output_dir", "run_name", "resume_from_checkpoint", "report_to", "accept_changed_text")
@@ -168,10 +169,11 @@ def _lines(path: Path) -> Iterator[dict[str, Any] | None]:
 
 def _read_facts(run: PastRun, folder: RunFolder) -> None:
     try:
-        content = json.loads(folder.run_json.read_text(encoding="utf-8"), parse_constant=lambda _: None)
+        content = json.loads(read_text_file(folder.run_json), parse_constant=lambda _: None)
         parts = {key: content.pop(key) for key in ("config", "model", "plan", "data")}
-        assert all(isinstance(part, dict) for part in parts.values())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, AssertionError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        parts = {"": None}
+    if not all(isinstance(part, dict) for part in parts.values()):
         there = "is not one of ours" if folder.run_json.is_file() else "is missing"
         run.notes.append(f"run.json {there}: settings and model are not known")
         return

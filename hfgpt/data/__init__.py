@@ -183,9 +183,9 @@ def prepare_data(
             source.description,
             f"tokenizer: {named}, {len(tokenizer):,} entries"
             + (f" with ids up to {encoder.rows - 1:,}" if encoder.rows > len(tokenizer) else ""),
-            f"documents: {encoder.rule()}",
             f"training: {how}",
             f"validation: {len(validation_run):,} tokens of {len(validation):,} documents, {origin}{share}{first}",
+            f"documents: {encoder.rule()}",
             *([f"bits per byte: null, as {why}"] if (why := encoder.why_no_bytes(evaluated)) else []),
             *(f"so far, {line}" for line in told_counts(skipped)),
         ],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 from array import array
@@ -10,12 +9,14 @@ from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
-from hfgpt.checkpointing.run_folder import RunFolder
+from hfgpt.checkpointing.run_folder import RunFolder, is_count
 from hfgpt.config import PretrainConfig
 from hfgpt.data import TextData, prepare_again
 from hfgpt.data.sources import text_hash
 from hfgpt.data.stream import DocumentStream, Origin, StepBatch, batch_hash, iterate
 from hfgpt.errors import UserError
+from hfgpt.field_types import shown
+from hfgpt.files import read_text_file
 
 
 def audit(folder: str | Path) -> dict[str, Any]:
@@ -24,15 +25,8 @@ def audit(folder: str | Path) -> dict[str, Any]:
     Raises UserError for a folder without a run, and where its text can no longer be read.
     """
     run = RunFolder(folder)
-    try:
-        facts = json.loads(run.run_json.read_text(encoding="utf-8"))
-        ledger = [json.loads(line) for line in run.ledger.read_text(encoding="utf-8").splitlines()]
-        steps = [line["step"] for line in ledger]
-        assert all({"batch_hash", "position"} <= line.keys() for line in ledger), "a line without a hash or position"
-        assert facts.keys() >= {"config", "data", "plan"}, "run.json without config, data and plan"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
-        raise UserError(f"run {folder}: no readable run.json and ledger.jsonl ({error}); give a run folder") from None
-    problems = []
+    facts, ledger = _read_run(run)
+    steps, problems = [line["step"] for line in ledger], []
     if (last := _last_step(run)) > len(steps):
         problems.append(f"the ledger ends at step {len(steps)}, the run was at step {last}")
     if steps != list(range(1, len(steps) + 1)):
@@ -65,12 +59,35 @@ def audit(folder: str | Path) -> dict[str, Any]:
     }
 
 
+def _read_run(run: RunFolder) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """run.json and the lines of the ledger. Raises UserError where they are not as a run writes them."""
+    try:
+        facts = json.loads(read_text_file(run.run_json))
+        ledger = [json.loads(line) for line in read_text_file(run.ledger).splitlines()]
+    except (OSError, ValueError, RecursionError) as error:
+        reason = shown(getattr(error, "strerror", None) or str(error))
+        raise UserError(
+            f"run {run.path}: no readable run.json and ledger.jsonl ({reason}); give a run folder"
+        ) from None
+    wrong = None
+    if not isinstance(facts, dict) or not all(isinstance(facts.get(key), dict) for key in ("config", "data", "plan")):
+        wrong = "run.json without config, data and plan"
+    elif not all(
+        is_count(facts["plan"].get(key)) for key in ("micro_batch", "accumulation", "processes", "tokens_per_step")
+    ):
+        wrong = "run.json without the sizes of a step"
+    for number, line in enumerate(ledger, start=1):
+        if not (isinstance(line, dict) and is_count(line.get("step")) and {"batch_hash", "position"} <= line.keys()):
+            wrong = wrong or f"line {number} of ledger.jsonl without a step, hash or position"
+    if wrong:
+        raise UserError(f"run {run.path}: {wrong}; give a run folder")
+    return facts, ledger
+
+
 def _last_step(run: RunFolder) -> int:
     """The furthest step that the run's checkpoints and whole lines of metrics speak of."""
     steps = [int(folder.name.split("-")[1]) for folder in run.checkpoints()]
-    for line in run.metrics.read_bytes().splitlines(keepends=True) if run.metrics.exists() else []:
-        with contextlib.suppress(ValueError, KeyError, TypeError):
-            steps.append(int(json.loads(line)["step"]))
+    steps += [record["step"] for record in run.records() if is_count(record["step"])]
     return max(steps, default=0)
 
 

@@ -75,7 +75,7 @@ def _of_kinds(dataset: str, found: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _shown(name: str) -> str:
-    return name if name.isprintable() else ascii(name)
+    return " ".join(name.encode("utf-8", "replace").decode().splitlines())
 
 
 def _identity(file: str) -> object:

@@ -46,6 +46,8 @@ def resumed_position(
         raise UserError(f"resume_from_checkpoint: no position in a text: {position!s:.80}; take another checkpoint")
     cursors = position.get("streams", [])
     same_form = len(cursors) == getattr(stream, "streams", 0)
+    if not changes and not same_form:
+        raise UserError("resume_from_checkpoint: its position is not of this text's form; take another checkpoint")
     if not changes or (changes.keys() == {"blocks_per_step"} and same_form):
         return position, words
     epoch = 1 + max(cursor[0] for cursor in cursors) if cursors else 1 + position["epoch"]

@@ -319,9 +319,8 @@ def read_patiently(file: str, read: Callable[[], T], patience_seconds: float) ->
 def _file_units(file: str, text_column: str) -> tuple[list[Unit], int]:
     """The units of a file, and its size in bytes. Raises BadFile for a file that is not what its name says."""
     kind = file_kind(file)
-    if not file.isprintable():  # such a name could not be recorded
-        shown = file.encode("utf-8", "backslashreplace").decode()
-        raise BadFile(f"dataset: {shown!r}: the name is not printable UTF-8; rename it")
+    if file.encode("utf-8", "replace").decode() != file or len(file.splitlines()) > 1:  # could not be recorded
+        raise BadFile(f"dataset: {file!a}: the name is not one line of UTF-8; rename it")
     if "://" not in file and os.path.islink(file) and not os.path.exists(file):
         raise BadFile(f"dataset: {file} is a link to what is not there; fetch that, or remove the link")
     with open_file(file, uncompressed=False) as handle:

@@ -91,10 +91,13 @@ class MemoryBlocks:
         order = self._epoch_starts(epoch)
         left = order[int(position["block"]) :]
         while True:
-            while len(left) < self.blocks_per_step:
+            orders, count = [left], len(left)
+            while count < self.blocks_per_step:
                 epoch += 1
                 order = self._epoch_starts(epoch)
-                left = np.concatenate((left, order))
+                orders.append(order)
+                count += len(order)
+            left = np.concatenate(orders)
             blocks = sliding_window_view(self.tokens, self.sequence_length + 1)[left[first:last]]
             left = left[self.blocks_per_step :]
             yield StepBatch(blocks, {"epoch": epoch, "block": len(order) - len(left)})
@@ -143,7 +146,8 @@ class DocumentStream:
 
     def steps(self, position: dict[str, Any], first: int, last: int) -> Iterator[StepBatch]:
         """Blocks of the streams `first` to `last` of each step from `position` on, stream after stream."""
-        assert len(position["streams"]) == self.streams, f"position of {len(position['streams'])} streams"
+        if (streams_then := len(position["streams"])) != self.streams:
+            raise UserError(f"resume_from_checkpoint: position of {streams_then} streams, and there are {self.streams}")
         streams = [self._packed(i, position["streams"][i]) for i in range(first, last)]
         return map(side_by_side, zip(*streams))  # noqa: B905 all are endless
 
@@ -388,4 +392,5 @@ def merge_positions(positions: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})

@@ -16,6 +16,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from hfgpt.data.encoding import make_repeatable
 from hfgpt.data.remote import quiet_hub
 from hfgpt.errors import UserError
+from hfgpt.model.configuration_gpt2 import special_ids
 
 # Parallel encoding in this process would make every later fork warn, and could hang the child.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -88,6 +89,8 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: str | os.PathLike
     """Write tokenizer.json and tokenizer_config.json so that stock transformers 4 and 5 load equal ids.
 
     5 alone would name a class that 4 does not know; `PreTrainedTokenizerFast` is in both, and reads tokenizer.json.
+    A batch of prompts is padded at the left, where a model that continues text needs it, and special tokens are those
+    of `special_ids`.
     """
     tokenizer.save_pretrained(folder)
     path = Path(folder, "tokenizer_config.json")
@@ -95,4 +98,10 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: str | os.PathLike
     for transient in ("backend", "is_local", "local_files_only"):
         config.pop(transient, None)
     config["tokenizer_class"] = "PreTrainedTokenizerFast"
+    config["padding_side"] = "left"
+    # In transformers 4 the class also returns token_type_ids, whose embeddings GPT-2 adds to those of the tokens.
+    config["model_input_names"] = ["input_ids", "attention_mask"]
+    for key, i in special_ids(tokenizer).items():
+        if i is not None and config.get(name := key.removesuffix("_id")) is None:
+            config[name] = tokenizer.convert_ids_to_tokens(i)
     path.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -243,6 +243,7 @@ def start_accelerator(mixed_precision: str, timeout_seconds: float) -> tuple[Acc
     group = InitProcessGroupKwargs(timeout=timedelta(seconds=timeout_seconds))
     # An earlier run of this process may have had another precision or device, which Accelerate keeps for all.
     AcceleratorState._reset_state(reset_partial_state=True)
+    threads = torch.get_num_threads()
     # Said outright, as the launcher does not tell several processes that they are to stay on the CPU.
     accelerator = Accelerator(cpu=device.type == "cpu", mixed_precision=precision.name, kwargs_handlers=[group])
     _, world = ranks()
@@ -251,6 +252,7 @@ def start_accelerator(mixed_precision: str, timeout_seconds: float) -> tuple[Acc
     accelerator.gradient_accumulation_steps = 1  # the step accumulates by itself; backward() must not divide
     if accelerator.device.type == "cpu":
         keep_freed_memory()
+        torch.set_num_threads(threads)  # Accelerate takes all cores where OMP_NUM_THREADS alone is not set
         use_all_cores(local_processes())
         # Otherwise threads add up gradients in any order, and a resumed run differs in the last bits.
         torch.use_deterministic_algorithms(True)

@@ -41,6 +41,10 @@ DONE_SO = {
 }
 
 
+_shared_by: dist.ProcessGroup | None = None  # the processes that have shared a model
+_sharding = False  # what a run of this process has taken from the environment holds for those after it
+
+
 def take_sharding() -> bool:
     """Whether the launcher's configuration asks for FSDP2; the request is taken from the environment.
 
@@ -53,7 +57,10 @@ def take_sharding() -> bool:
         for key in REFUSED
         if asked[key].lower() not in ("", "no", "false")
     ]
-    sharding = os.environ.pop("ACCELERATE_USE_FSDP", "false").lower() in ("1", "true")
+    global _sharding
+    if (wanted := os.environ.pop("ACCELERATE_USE_FSDP", None)) is not None:
+        _sharding = wanted.lower() in ("1", "true")
+    sharding = _sharding
     if not sharding:
         problems = [problem for problem in problems if not problem.startswith("fsdp_")]
     elif (version := os.environ.get("FSDP_VERSION", "1")) != "2":
@@ -73,8 +80,12 @@ def shared_model(make: Callable[[], PreTrainedModel], device: torch.device, prec
 
     Only the main process ever holds it whole, in the machine's memory. The matrices of a block are gathered in bf16
     if that is the precision, as autocast would compute in it anyway; norms, embeddings and head stay float32.
-    Gradients are reduced in float32.
+    Gradients are reduced in float32. Raises UserError for a second run in one process.
     """
+    global _shared_by
+    if _shared_by not in (None, dist.group.WORLD):  # torch would use the group of the run before, which is gone
+        raise UserError("FSDP2: this process has trained such a run before; start the next one by the launcher again")
+    _shared_by = dist.group.WORLD
     again = os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower() in ("1", "true", "full_shard")
     dtype = torch.bfloat16 if precision == "bf16" else None
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")  # blocks add out of place

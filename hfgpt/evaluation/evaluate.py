@@ -32,6 +32,7 @@ from hfgpt.errors import UserError
 from hfgpt.evaluation.generate import load_checkpoint
 from hfgpt.evaluation.hellaswag import hellaswag
 from hfgpt.evaluation.loss import UNSCORED, figures, summed_nll, windows
+from hfgpt.files import read_text_file
 from hfgpt.model.configuration_gpt2 import model_rows
 from hfgpt.model.modeling_gpt2 import HEAD_CHUNK_SIZE, document_attention
 
@@ -88,7 +89,7 @@ def load_any(checkpoint: str, device: torch.device) -> tuple[Any, Any, Path]:
     """
     where, folder = f"checkpoint {checkpoint}", model_files(checkpoint, "checkpoint ")
     try:
-        kind = json.loads((folder / "config.json").read_text(encoding="utf-8"))["model_type"]
+        kind = json.loads(read_text_file(folder / "config.json"))["model_type"]
     except (OSError, ValueError, KeyError, TypeError):
         kind = "gpt2"  # whose reader says what is wrong
     if kind == "gpt2":
@@ -148,7 +149,7 @@ def score_text(
 ) -> dict[str, Any]:
     """`loss` (nats per token), `perplexity`, `bits_per_byte` of the text of `open_source(**source)`, and the counts.
 
-    Windows as in `hfgpt.evaluation.loss.windows`; documents are joined as in `read_text`. `sequence_length`, and whether
+    Windows as in `evaluation.loss.windows`; documents are joined as in `read_text`. `sequence_length`, and whether
     documents see each other: default as in training, where the folder says, else the model's positions, up to 1,024.
     Equal for any batch size, number of processes and `torch_compile`, up to rounding. Rows of the vocabulary that stand
     for no token take part, as they do elsewhere; `vocabulary` says so.
@@ -201,7 +202,8 @@ def score_task(
     subject: Subject, task: str, *, source: str | None = None, limit: int | None = None, batch_size: int = 8
 ) -> dict[str, Any]:
     """What `hfgpt.evaluation.hellaswag.hellaswag` returns: `task` is hellaswag."""
-    assert task == "hellaswag"
+    if task != "hellaswag":
+        raise UserError(f"task={task}: not known; use hellaswag")
     processes: dict[str, Any] = {"accelerator": subject.accelerator, "host": subject.host}
     return hellaswag(subject.model, subject.tokenizer, source, batch_size=batch_size, limit=limit, **processes)
 

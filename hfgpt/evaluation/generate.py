@@ -7,6 +7,7 @@ import itertools
 import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from transformers import AutoTokenizer, DynamicCache, TemperatureLogitsWarper, T
 from hfgpt.data.encoding import BYTE_TOKEN, Encoder, make_repeatable
 from hfgpt.data.tokenization import has_tokenizer
 from hfgpt.distributed.device import default_device, step_seed
-from hfgpt.errors import UserError
+from hfgpt.errors import RunError, UserError
 from hfgpt.model.configuration_gpt2 import model_rows
 from hfgpt.model.modeling_gpt2 import CACHE_NAME, GPT2LMHeadModel
 from hfgpt.model.pretrained import load_model, read_config
@@ -24,6 +25,9 @@ from hfgpt.model.pretrained import load_model, read_config
 logger = logging.getLogger(__name__)
 
 Pick = Callable[[torch.Tensor], int]  # the next id, from logits [V]
+LARGEST_BATCH, MOST = 2**16, 2**31
+# A smaller temperature is 0 in float32, and is taken for 0.
+GREEDY_BELOW = torch.finfo(torch.float32).tiny
 HALF_CHARACTER = "\ufffd"  # what the first bytes of a character are decoded as
 
 
@@ -82,9 +86,9 @@ def generate(
     for characters that a character tokenizer lacks.
     """
     wrong = {
-        f"max_new_tokens {max_new_tokens}: at least 1": max_new_tokens < 1,
-        f"num_samples {num_samples}: at least 1": num_samples < 1,
-        f"batch_size {batch_size}: at least 1": batch_size < 1,
+        f"max_new_tokens {max_new_tokens}: 1 to 2^31": not 1 <= max_new_tokens <= MOST,
+        f"num_samples {num_samples}: 1 to 2^31": not 1 <= num_samples <= MOST,
+        f"batch_size {batch_size}: 1 to {LARGEST_BATCH}": not 1 <= batch_size <= LARGEST_BATCH,
         f"temperature {temperature}: 0 (greedy) or above": not 0 <= temperature < float("inf"),
         f"top_k {top_k}: at least 1, or 0 for all": top_k is not None and top_k < 0,
         f"top_p {top_p}: above 0, up to 1, or left out": top_p is not None and not 0 < top_p <= 1,
@@ -93,18 +97,18 @@ def generate(
     if any(wrong.values()):
         raise UserError(*(problem for problem, is_so in wrong.items() if is_so))
     limit, prompts = model.config.max_position_embeddings, [prompts] if isinstance(prompts, str) else prompts
-    rows, contexts = [], []
+    starts, contexts = [], []
     for prompt in prompts:
         ids = _prompt_ids(tokenizer, prompt)
         if len(ids) > limit:
             logger.warning("the prompt has %d tokens, the model sees the last %d", len(ids), limit)
-        rows += [ids[-limit:]] * num_samples
-        contexts += [ids if prompt else []] * num_samples
+        starts.append(ids[-limit:])
+        contexts.append(ids if prompt else [])
     used = set(tokenizer.get_vocab().values())
     entries = max(used) + 1
     unused = torch.tensor(sorted({*range(entries)} - used), dtype=torch.long)
-    picks = [_picker(entries, unused, temperature, top_k, top_p, seed, number) for number in range(len(rows))]
-    return _written(model, tokenizer, rows, contexts, picks, max_new_tokens, limit, batch_size, stream)
+    picker = partial(_picker, entries, unused, temperature, top_k, top_p, seed)
+    return _written(model, tokenizer, starts, contexts, num_samples, picker, max_new_tokens, limit, batch_size, stream)
 
 
 def _prompt_ids(tokenizer: Any, prompt: str) -> list[int]:
@@ -152,7 +156,7 @@ def _picker(
         logits_V = logits_V[:entries]
         return logits_V.index_fill(0, unused.to(logits_V.device), -torch.inf) if len(unused) else logits_V
 
-    if temperature == 0:
+    if temperature < GREEDY_BELOW:
         return lambda logits_V: int(of_tokens(logits_V).argmax())
     # A generator on the CPU: the draws do not depend on the device, nor on torch's global random state.
     generator = torch.Generator()
@@ -168,7 +172,10 @@ def _picker(
         scores_1V = scores_1V - scores_1V.max()  # a low temperature then gives -inf, never inf
         for warper in warpers:
             scores_1V = warper(None, scores_1V)
-        return int(torch.multinomial(scores_1V.softmax(-1), 1, generator=generator))
+        chances_1V = scores_1V.softmax(-1)
+        if not chances_1V.isfinite().all():
+            raise RunError("the model gives values that are not finite, from which nothing can be drawn")
+        return int(torch.multinomial(chances_1V, 1, generator=generator))
 
     return pick
 
@@ -176,27 +183,33 @@ def _picker(
 def _written(
     model: Any,
     tokenizer: Any,
-    rows: list[list[int]],
+    starts: list[list[int]],
     contexts: list[list[int]],
-    picks: list[Pick],
+    num_samples: int,
+    picker: Callable[[int], Pick],
     max_new_tokens: int,
     limit: int,
     batch_size: int,
     stream: Callable[[int, str], None] | None,
 ) -> Iterator[str]:
-    """The text that follows each row of ids, `batch_size` rows at a time; `contexts`: what is decoded before it."""
+    """The texts that follow each of `starts`, `num_samples` of each, `batch_size` rows at a time; `contexts`: what is
+    decoded before each of them.
+    """
     bytes_apart = {i for token, i in tokenizer.get_vocab().items() if BYTE_TOKEN.fullmatch(token)}
-    for first in range(0, len(rows), batch_size):
-        batch = slice(first, first + batch_size)
-        new: list[list[int]] = [[] for _ in rows[batch]]
-        before = [_decoded(tokenizer, ids) for ids in contexts[batch]]
+    total = len(starts) * num_samples
+    for first in range(0, total, batch_size):
+        batch = range(first, min(first + batch_size, total))
+        rows, picks = [starts[number // num_samples] for number in batch], list(map(picker, batch))
+        given = [contexts[number // num_samples] for number in batch]
+        new: list[list[int]] = [[] for _ in batch]
+        before = [_decoded(tokenizer, ids) for ids in given]
 
         def text_of(row: int) -> str:
-            text = _decoded(tokenizer, contexts[first + row] + new[row])  # noqa: B023 of this batch
+            text = _decoded(tokenizer, given[row] + new[row])  # noqa: B023 of this batch
             return _after(before[row], text)  # noqa: B023
 
         told = [""] * len(new)
-        for row, token in continued(model, rows[batch], picks[batch], max_new_tokens, limit, tokenizer.eos_token_id):
+        for row, token in continued(model, rows, picks, max_new_tokens, limit, tokenizer.eos_token_id):
             new[row].append(token)
             if stream is None or token in bytes_apart:  # of which the next may make another character
                 continue
@@ -278,6 +291,8 @@ def read_prompts(path: Path) -> list[str]:
 
     Raises UserError that names the line which is not one.
     """
+    if path.exists() and not path.is_file():
+        raise UserError(f"prompt_file={path}: not a regular file; for a pipe use --prompt -")
     try:
         lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
@@ -290,10 +305,12 @@ def read_prompts(path: Path) -> list[str]:
         prompts.append(line)
         if path.suffix == ".jsonl":
             try:
-                prompts[-1] = json.loads(line)["prompt"]
-                assert isinstance(prompts[-1], str)
-            except (ValueError, KeyError, TypeError, AssertionError, RecursionError):
-                raise UserError(f'prompt_file={path}: line {number} is not {{"prompt": "text"}}') from None
+                row = json.loads(line)
+            except (ValueError, RecursionError):
+                row = None
+            if not (isinstance(row, dict) and isinstance(row.get("prompt"), str)):
+                raise UserError(f'prompt_file={path}: line {number} is not {{"prompt": "text"}}')
+            prompts[-1] = row["prompt"]
     if not prompts:
         raise UserError(f"prompt_file={path}: holds no prompt; write one per line")
     return prompts

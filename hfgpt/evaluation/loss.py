@@ -86,6 +86,7 @@ def summed_nll(
     each batch, broke it off; it must say the same on all processes.
     """
     world, device = accelerator.num_processes, accelerator.device
+    batch_size = max(1, min(batch_size, -(-len(parts) // world)))
     padding = np.zeros((-len(parts) % (batch_size * world), 3), np.int64)
     mine = np.concatenate([parts, padding])[accelerator.process_index :: world]
     was_training = model.training

@@ -11,6 +11,7 @@ from hfgpt.checkpointing.checkpoint import MANIFEST, file_facts
 from hfgpt.checkpointing.run_folder import RunFolder
 from hfgpt.checkpointing.training_state import STATE, read_state
 from hfgpt.errors import UserError
+from hfgpt.files import read_text_file
 
 WEIGHTS = "model.safetensors"
 # What each task's record must hold, as its card tells it.
@@ -29,7 +30,8 @@ def record_evaluation(folder: str | Path, task: str, found: Mapping[str, Any]) -
 
     Raises UserError for a folder that is no checkpoint of a run, or not what was written, and where it cannot write.
     """
-    assert all(key in found for key in TASKS[task]), f"{task} has {', '.join(TASKS[task])}"
+    if missing := [key for key in TASKS.get(task, ("task",)) if key not in found]:
+        raise UserError(f"task={task}: found has no {', '.join(missing)}; tasks are {', '.join(TASKS)}")
     about = check_recordable(folder)
     run = RunFolder(Path(folder).resolve().parent)
     run.record_evaluation(**{**found, **about, "task": task})
@@ -66,7 +68,7 @@ def recorded_evaluations(folder: str | Path) -> list[dict[str, Any]]:
 def _weights(folder: Path) -> str | None:
     """The hash of the weights by the folder's manifest; None where that does not tell."""
     try:
-        return str(json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"][WEIGHTS]["xxh3_128"])
+        return str(json.loads(read_text_file(folder / MANIFEST))["files"][WEIGHTS]["xxh3_128"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from hfgpt.checkpointing.checkpoint import MANIFEST, MODEL_FILES, fault, refuse_existing, write_folder
 from hfgpt.data.tokenization import has_tokenizer, load_tokenizer, save_tokenizer
 from hfgpt.errors import UserError
+from hfgpt.files import read_text_file
 from hfgpt.hub.model_card import exported, plain_card
 from hfgpt.model.configuration_gpt2 import fields_of
 from hfgpt.model.flops import parameter_counts
@@ -44,7 +45,7 @@ def import_nanogpt(checkpoint: Path, folder: Path, tokenizer_name: str | None, t
         model = new_model(fields_of(model.config), tokenizer, seed=0, weights=model.state_dict())
     story = f"imported with hfgpt from {origin}."
     count = parameter_counts(model.config).total
-    write_folder(folder, partial(_write, model, tokenizer, plain_card(folder.name, count, story)))
+    write_folder(folder, partial(_write, model, tokenizer, plain_card(folder.name, count, story, tokenizer)))
     return [*said, _written(folder, model, tokenizer)]
 
 
@@ -73,10 +74,13 @@ def export(checkpoint: Path, folder: Path, dtype: str = "float32", untie_head: b
         model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
     model.to(target)
     readme = checkpoint / "README.md"
-    text = readme.read_text(encoding="utf-8") if readme.is_file() else None
+    try:
+        text = readme.read_text(encoding="utf-8") if readme.is_file() else None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{where}: README.md cannot be read ({error}); mend it or take it away") from None
     count = parameter_counts(model.config).total
     story = f"exported with hfgpt from {checkpoint.resolve().name}."
-    text = exported(text, dtype, count) if text else plain_card(folder.name, count, story)
+    text = exported(text, dtype, count) if text else plain_card(folder.name, count, story, tokenizer)
     write_folder(folder, partial(_write, model, tokenizer, text))
     return [*said, _written(folder, model, tokenizer)]
 
@@ -90,9 +94,9 @@ def _tokenizer(name: str, text: Path | None, n_positions: int) -> PreTrainedToke
     if (name == "char") != (text is not None):
         raise UserError(f"tokenizer={name}: text={text}; for a model of characters give {from_text}")
     try:
-        characters = text.read_text(encoding="utf-8") if text else ""
+        characters = read_text_file(text) if text else ""
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"text={text}: cannot be read as UTF-8 ({error})") from error
+        raise UserError(f"text={text}: cannot be read as UTF-8 ({error}); name a text file") from error
     if text and "\n" not in characters:
         raise UserError(
             f"text={text}: holds no line end, which a tokenizer of characters has here, so that the ids would not be "

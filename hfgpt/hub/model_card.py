@@ -32,8 +32,31 @@ HUB_MODEL = re.compile(r"([\w.-]+(?:/[\w.-]+)?)@[0-9a-f]{40}")
 HERE = "# this folder, or its name on the Hub\n"
 USAGE = (
     "```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
-    f'{HERE}model = AutoModelForCausalLM.from_pretrained(".")\ntokenizer = AutoTokenizer.from_pretrained(".")\n```'
+    f'{HERE}model = AutoModelForCausalLM.from_pretrained(".")\ntokenizer = AutoTokenizer.from_pretrained(".")\n```\n\n'
+    "Prompt and continuation together have at most `model.config.n_positions` tokens: give `max_new_tokens`, for which "
+    '`pipeline("text-generation")` otherwise takes 256.'
 )
+CHARACTERS = """## Tokenizer
+
+One token for each character, and no special tokens. Stock transformers leaves out characters that it does not know,
+without a warning: check that `set(text) <= tokenizer.get_vocab().keys()`. For prompts of different lengths:
+
+```python
+tokenizer.pad_token = "\\n"  # is special from now on: skip_special_tokens would drop line ends
+inputs = tokenizer(prompts, padding=True, return_tensors="pt")
+new = model.generate(**inputs, max_new_tokens=20)[:, inputs["input_ids"].shape[1] :]
+texts = tokenizer.batch_decode(new)
+```
+
+lm-evaluation-harness needs the id of the line end: `--model_args pretrained=FOLDER,prefix_token_id=0`."""
+
+
+def _characters(tokenizer: Any) -> list[str]:
+    """The section on a tokenizer of characters, if it is one."""
+    if tokenizer is None or tokenizer.all_special_ids or any(len(token) > 1 for token in tokenizer.get_vocab()):
+        return []
+    line_end = tokenizer.get_vocab().get("\n", 0)
+    return [CHARACTERS.replace("prefix_token_id=0", f"prefix_token_id={line_end}")]
 
 
 def model_card(
@@ -43,13 +66,14 @@ def model_card(
     records: Sequence[dict[str, Any]] = (),
     name: str | None = None,
     later: Sequence[dict[str, Any]] = (),
+    tokenizer: Any = None,
 ) -> str:
     """README.md of a checkpoint folder.
 
     run: content of run.json, or empty where that is not at hand. fingerprint: of the text. trainer: the trainer state.
     records: `public` ones of metrics.jsonl; with them the card has speed, and shows the loss curve in PLOT.
-    name: of the model. later: records of what was measured of this very checkpoint after it was written. What is not
-    known is left out.
+    name: of the model. later: records of what was measured of this very checkpoint after it was written. tokenizer:
+    of the checkpoint. What is not known is left out.
     """
     config = trainer["config"]
     name = name or config["run_name"] or Path(config["output_dir"]).name or "GPT-2-style model"
@@ -78,6 +102,7 @@ def model_card(
         f"A GPT-2-style language model{shape}, pretrained with hfgpt on {tokens:,} tokens.",
         "## Use",
         USAGE,
+        *_characters(tokenizer),
         "## Results",
         *([_measured(trainer)] if trainer["evaluation"] or not later else []),
         *([_table(map(_told, later))] if later else []),
@@ -94,11 +119,12 @@ def model_card(
     return "\n\n".join(parts) + "\n"
 
 
-def plain_card(name: str, parameters: int, story: str) -> str:
+def plain_card(name: str, parameters: int, story: str, tokenizer: Any = None) -> str:
     """README.md of a model that no run of ours made: where it is from, how to load it."""
     data = ModelCardData(library_name="transformers", pipeline_tag="text-generation", tags=["gpt2"])
     about = f"A GPT-2-style language model of {parameters / 1e6:,.1f} M parameters, {story}"
-    return "\n\n".join([f"---\n{data.to_yaml()}\n---", f"# {name}", about, USAGE]) + "\n"
+    parts = [f"---\n{data.to_yaml()}\n---", f"# {name}", about, USAGE, *_characters(tokenizer)]
+    return "\n\n".join(parts) + "\n"
 
 
 def addressed(card: str, repo_id: str, revision: str | None) -> str:

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from huggingface_hub import CommitOperationAdd, HfApi, ModelCard, ModelCardData, constants, get_token
 from huggingface_hub.errors import HFValidationError, RevisionNotFoundError
 from huggingface_hub.utils import disable_progress_bars, validate_repo_id
+from transformers import AutoTokenizer
 
 from hfgpt.checkpointing.checkpoint import MANIFEST
 from hfgpt.checkpointing.run_folder import RunFolder
@@ -159,7 +160,9 @@ def _files(
         is_its_run = run.run_id() == trainer["run_id"]
         records = public(run.records(), trainer["step"]) if is_its_run else []
         later = recorded_evaluations(folder)
-        text = model_card(run.facts() if is_its_run else {}, fingerprint, trainer, records, repo_id, later)
+        facts = run.facts() if is_its_run else {}
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        text = model_card(facts, fingerprint, trainer, records, repo_id, later, tokenizer)
         if curves(records):
             files[PLOT] = loss_plot(records)
             files[RECORDS] = "".join(json.dumps(record) + "\n" for record in records).encode()

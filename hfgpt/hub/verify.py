@@ -21,6 +21,7 @@ from hfgpt.data import prepare_again
 from hfgpt.data.tokenization import has_tokenizer
 from hfgpt.errors import UserError
 from hfgpt.evaluation.loss import scored_blocks, windows
+from hfgpt.files import read_text_file
 from hfgpt.model.configuration_gpt2 import model_rows
 
 # How far the loss may be from the one recorded: training may have evaluated in 16 bits, here it is float32.
@@ -69,6 +70,8 @@ found |= {
     "model_max_length": tokenizer.model_max_length,
     "vocab_size": config.vocab_size,
     "tokenizer_rows": model_rows(tokenizer),
+    "padding_side": tokenizer.padding_side,
+    "has_special_tokens": bool(tokenizer.all_special_ids),
     "finite": all(bool(p.isfinite().all()) for p in model.parameters()),
     "ids": {
         key: [getattr(holder, key) for holder in (tokenizer, config, generation)]
@@ -108,9 +111,13 @@ def verify(folder: str | Path) -> dict[str, Any]:
     missing = [name for name in ("model.safetensors", "generation_config.json") if not (folder / name).is_file()]
     problems += [f"{name} is missing" for name in missing]
     for path in sorted(folder.glob("*.json")):
-        with contextlib.suppress(OSError, ValueError):
-            if "auto_map" in json.loads(path.read_text(encoding="utf-8")):
+        with contextlib.suppress(OSError, ValueError, RecursionError, TypeError, AttributeError):
+            content = json.loads(read_text_file(path))
+            if "auto_map" in content:
                 problems.append(f"{path.name} asks for code from elsewhere (auto_map)")
+            generic = content.get("tokenizer_class") == "PreTrainedTokenizerFast"
+            if "token_type_ids" in content.get("model_input_names", ["token_type_ids"] if generic else []):
+                problems.append(f"{path.name}: transformers 4 returns token_type_ids, which change the model's answer")
     if not has_tokenizer(folder):
         problems.append("there is no tokenizer in the folder; stock transformers makes an empty one up")
     if missing:
@@ -174,10 +181,14 @@ def _surprises(found: dict[str, Any]) -> list[str]:
         if found[one] != found[other]:
             problems.append(f"{one} is {found[one]}, {other} {found[other]}")
     for key, (in_tokenizer, in_config, in_generation) in found["ids"].items():
-        if in_config != in_tokenizer:
+        # A pad token that only stands for one is not in the model's configuration, as in GPT-2's.
+        if in_config not in ({in_tokenizer, None} if key == "pad_token_id" else {in_tokenizer}):
             problems.append(f"{key} is {in_config} in config.json, {in_tokenizer} in the tokenizer")
-        # A batch of prompts needs something to be padded with, where the tokenizer has nothing for it.
-        fits = {in_tokenizer, found["ids"]["eos_token_id"][0]} if key == "pad_token_id" else {in_tokenizer}
-        if in_generation not in fits:
+        if in_generation != in_tokenizer:
             problems.append(f"{key} is {in_generation} in generation_config.json, {in_tokenizer} in the tokenizer")
+    has_special_tokens = found.pop("has_special_tokens")
+    if found["padding_side"] != "left":
+        problems.append(f"the tokenizer pads at the {found['padding_side']}, where a batch of prompts gets wrong text")
+    if has_special_tokens and found["ids"]["pad_token_id"][0] is None:
+        problems.append("the tokenizer has no pad token, so prompts of different lengths are refused")
     return problems

@@ -11,9 +11,11 @@ from transformers import GPT2Config
 from transformers.activations import ACT2FN
 
 from hfgpt.errors import UserError
-from hfgpt.field_types import NOT_CONVERTIBLE, convert, describe
+from hfgpt.field_types import NOT_CONVERTIBLE, convert, describe, shown
 
+MOST_HEADS = 2**12  # that a message looks through for those that fit
 _DROPOUTS = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
+_SIZES = ("n_layer", "n_head", "n_embd", "n_positions", "n_inner", "vocab_size")
 _NO_DROPOUT = dict.fromkeys(_DROPOUTS, 0.0)
 _GPT2 = {"n_positions": 1024, **_NO_DROPOUT}
 
@@ -37,7 +39,7 @@ _TYPES = {
 
 
 def _near(word: Any, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(str(word), known, n=1, cutoff=0.4)
+    near = difflib.get_close_matches(shown(word), known, n=1, cutoff=0.4)
     return f"did you mean {near[0]}? " if near else ""
 
 
@@ -49,14 +51,14 @@ def model_fields(model: str | dict[str, Any], under: dict[str, Any] = _NO_DROPOU
     """
     given = {"size": model} if isinstance(model, str) else dict(model)
     size = given.pop("size", None)
-    if size is not None and str(size) not in MODEL_SIZES:
+    if size is not None and not (isinstance(size, str) and size in MODEL_SIZES):
         where = "model" if isinstance(model, str) else "model.size"
         near = _near(size, MODEL_SIZES)
-        raise UserError(f"{where}={size}: no such size; {near}sizes are {', '.join(MODEL_SIZES)}")
+        raise UserError(f"{where}={shown(size)}: no such size; {near}sizes are {', '.join(MODEL_SIZES)}")
     fields = {**under, **MODEL_SIZES.get(str(size), {}), **given}
     problems = []
     for key, value in fields.items():
-        where = f"model.{key}={value}"
+        where = f"model.{shown(key)}={shown(value)}"
         if key not in _TYPES:
             near = _near(key, _TYPES)
             problems.append(f"{where}: not a field that can be set; {near}fields are {', '.join(_TYPES)}")
@@ -66,9 +68,9 @@ def model_fields(model: str | dict[str, Any], under: dict[str, Any] = _NO_DROPOU
         except NOT_CONVERTIBLE:
             problems.append(f"{where}: must be {describe(_TYPES[key])}")
             continue
-        if key in ("layer_norm_epsilon", "initializer_range") and not 0 < value < 1:
-            problems.append(f"{where}: must be above 0 and below 1")
-        if key in ("n_layer", "n_head", "n_embd", "n_positions", "n_inner") and value is not None and value < 1:
+        if key in ("layer_norm_epsilon", "initializer_range") and not 1e-30 <= value < 1:
+            problems.append(f"{where}: must be above 0 and below 1, in float32 too")
+        if key in _SIZES and value is not None and value < 1:
             problems.append(f"{where}: must be at least 1")
         if key in _DROPOUTS and not 0 <= value < 1:
             problems.append(f"{where}: must be at least 0 and below 1")
@@ -77,7 +79,7 @@ def model_fields(model: str | dict[str, Any], under: dict[str, Any] = _NO_DROPOU
             problems.append(f"{where}: transformers has no such function; {near}GPT-2's is gelu_new")
     n_embd, n_head = fields.get("n_embd", 768), fields.get("n_head", 12)
     if not problems and n_embd % n_head:
-        fits = ", ".join(str(h) for h in range(1, min(n_embd, 2 * n_head) + 1) if n_embd % h == 0)
+        fits = ", ".join(str(h) for h in range(1, min(n_embd, 2 * n_head, MOST_HEADS) + 1) if n_embd % h == 0)
         problems.append(f"model.n_embd={n_embd} is not divisible by model.n_head={n_head}; n_head may be {fits}")
     if problems:
         raise UserError(*problems)
@@ -122,6 +124,26 @@ def model_config(
     config = GPT2Config(vocab_size=vocab_size, **fields, **ids)
     config.n_ctx = config.n_positions  # converters to other formats still read this older name
     return config
+
+
+def special_ids(tokenizer: Any) -> dict[str, int | None]:
+    """The ids of a tokenizer's bos, eos, pad and unk, as a checkpoint states them.
+
+    Batches need a pad token, CTranslate2 wants bos and unk: where the tokenizer has none, another of these stands for
+    it, as end-of-text does in GPT-2. Nothing stands for an eos, which ends texts, nor for all four (characters): an
+    id more would be a row more, and a token of text that becomes special is left out of decoded text.
+    """
+    bos, eos, pad, unk = (getattr(tokenizer, f"{name}_token_id", None) for name in ("bos", "eos", "pad", "unk"))
+
+    def first(*ids: int | None) -> int | None:
+        return next((i for i in ids if i is not None), None)
+
+    return {
+        "bos_token_id": first(bos, eos),
+        "eos_token_id": eos,
+        "pad_token_id": first(pad, eos, bos, unk),
+        "unk_token_id": first(unk, eos, bos, pad),
+    }
 
 
 def fields_of(config: GPT2Config) -> dict[str, Any]:

@@ -26,13 +26,14 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.pytorch_utils import Conv1D
 
 from hfgpt.errors import UserError
-from hfgpt.model.configuration_gpt2 import model_config, model_rows
+from hfgpt.model.configuration_gpt2 import model_config, model_rows, special_ids
 
 # transformers renamed the cache argument and output from `past_key_values` to `cache`; we follow what is installed.
 _GENERATION_ARGS = inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
 CACHE_NAME = "cache" if "cache" in _GENERATION_ARGS else "past_key_values"
 SOFTMAX_ROWS = 128  # tokens whose softmax exists at a time in an evaluation that is not compiled
 HEAD_CHUNK_SIZE = 1024  # tokens whose logits exist at a time in the loss of a model that is not compiled
+PREFIX = "transformer."  # of all parameters but the head's; our files had it too, and have it with an untied head
 PRODUCT_ATTENTION_LENGTH = 512  # up to which `product_attention` is the faster one
 
 
@@ -264,9 +265,15 @@ class GPT2LMHeadModel(PreTrainedModel, GenerationMixin):
     def save_pretrained(
         self, save_directory: Any, is_main_process: bool = True, state_dict: Any = None, **options: Any
     ) -> Any:
-        """As the base's. A block that is compiled by itself keeps its names, without torch.compile's prefix."""
+        """As the base's, with the parameter names of OpenAI's own file: `wte.weight`, not `transformer.wte.weight`.
+
+        Stock transformers reads both, mlx-lm only these. A head of its own is in no such file, and transformers 4
+        reads it only beside names with the prefix. A block that is compiled by itself keeps its names, without
+        torch.compile's prefix.
+        """
+        prefix = PREFIX if self.config.tie_word_embeddings else ""
         state = self.state_dict() if state_dict is None else state_dict
-        state = {name.replace("_orig_mod.", ""): value for name, value in state.items()}
+        state = {name.replace("_orig_mod.", "").removeprefix(prefix): value for name, value in state.items()}
         return super().save_pretrained(save_directory, is_main_process, state, **options)
 
     @functools.wraps(GenerationMixin.prepare_inputs_for_generation)  # `generate` looks at the signature
@@ -335,6 +342,11 @@ class GPT2LMHeadModel(PreTrainedModel, GenerationMixin):
         return output if return_dict is None or return_dict else output.to_tuple()
 
 
+def own_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of a file under the model's own parameter names, whether the file has their prefix or not."""
+    return {name if name.startswith((PREFIX, "lm_head.")) else PREFIX + name: value for name, value in tensors.items()}
+
+
 def new_model(
     size: str | dict[str, Any], tokenizer: PreTrainedTokenizerBase, seed: int, weights: dict[str, Tensor] | None = None
 ) -> GPT2LMHeadModel:
@@ -343,10 +355,12 @@ def new_model(
     Its weights are random by `seed`, or those given by parameter name.
     """
     torch.manual_seed(seed)
-    ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    ids = special_ids(tokenizer)
+    del ids["unk_token_id"]  # a model knows none
+    # Stock transformers takes an input that begins with the model's pad token for padded, and warns.
+    pad, ids["pad_token_id"] = ids["pad_token_id"], tokenizer.pad_token_id
     model = GPT2LMHeadModel(model_config(size, vocab_size=model_rows(tokenizer), **ids))
-    if model.generation_config.pad_token_id is None:  # a batch of prompts needs one; GPT-2 names none
-        model.generation_config.pad_token_id = tokenizer.eos_token_id
+    model.generation_config.pad_token_id = pad
     if weights and model.device.type != "meta":  # where it is a shape alone
         model.load_state_dict(weights)
     return model

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import math
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from transformers import GPT2Config
 
-from hfgpt.config import POSITIVE, Batch, PretrainConfig
+from hfgpt.config import POSITIVE, SIZE, Batch, PretrainConfig
 from hfgpt.distributed import compiler
 from hfgpt.distributed import device as machine
 from hfgpt.distributed.compiler import CompileChoice
 from hfgpt.distributed.device import Precision
 from hfgpt.distributed.device_peaks import Peak, device_peak, rated_devices, rated_memory_gib, rated_peak
 from hfgpt.errors import UserError
-from hfgpt.field_types import NOT_CONVERTIBLE, convert, describe
+from hfgpt.field_types import NOT_CONVERTIBLE, convert, describe, shown
 from hfgpt.model.configuration_gpt2 import model_config, model_fields
 from hfgpt.model.flops import parameter_counts, training_flops_per_token
 from hfgpt.model.memory import Memory, training_memory
@@ -60,11 +59,13 @@ class Asked:
             try:
                 converted = convert(value, hint)
             except NOT_CONVERTIBLE:
-                problems.append(f"{key}={value!s:.200}: must be {describe(hint)}")
+                problems.append(f"{key}={shown(value)}: must be {describe(hint)}")
                 continue
             if key == "mfu" and not 0 < converted <= 1:
                 problems.append(f"{key}={value}: must be above 0 and at most 1")
-            elif hint in (int, float) and not 0 < converted < math.inf:
+            elif hint is float and not 1e-30 <= converted <= 1e15:
+                problems.append(f"{key}={value}: must be {SIZE}")
+            elif hint is int and converted < 1:
                 problems.append(f"{key}={value}: must be {POSITIVE}")
             else:
                 good[key] = converted

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import logging
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -172,7 +173,7 @@ class CallbackArguments(TrainingArguments):
 
 # Settings that have one name and one meaning here and in TrainingArguments.
 _SHARED = (
-    "output_dir", "seed", "learning_rate", "lr_scheduler_type", "warmup_steps", "weight_decay", "adam_beta1",
+    "seed", "learning_rate", "lr_scheduler_type", "warmup_steps", "weight_decay", "adam_beta1",
     "adam_beta2", "adam_epsilon", "max_grad_norm", "logging_steps", "eval_steps", "save_steps", "save_total_limit",
     "dataloader_num_workers", "push_to_hub", "hub_model_id", "hub_private_repo",
 )  # fmt: skip
@@ -184,6 +185,7 @@ def callback_arguments(
     """What callbacks read of the run as it was settled before its first step."""
     args = CallbackArguments(
         **{name: getattr(config, name) for name in _SHARED},
+        output_dir=os.path.abspath(config.output_dir),  # trackers warn about one that is called as the run is
         run_name=config.run_name or Path(config.output_dir).name,
         max_steps=max_steps,
         num_train_epochs=config.num_train_epochs or 1,

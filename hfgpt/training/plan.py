@@ -82,10 +82,7 @@ class Plan:
                 f"{counts.total:,} parameters ({counts.without_positions:,} without positions)",
             ),
             *([("weights", f"begun from {config.init_from}")] if config.init_from else []),
-            *(
-                ("changed", f"{key}: {now}, as the recipe's {recipe} does not go with what is stated")
-                for key, (recipe, now) in config.gave_way.items()
-            ),
+            *(("changed", f"{key}: {change}") for key, change in config.gave_way.items()),
             *(("text", line) for line in self.text),
             ("step", batch.said()),
             ("run", f"{self.max_steps:,} steps, {self.max_steps * batch.tokens_per_step:,} tokens"),

@@ -38,7 +38,7 @@ def start_save(run: TrainingRun, after_failure: bool = False) -> None:
         trainer, fingerprint = trainer_state(run), run.data.train.fingerprint
         data = {"fingerprint": fingerprint, "position": run.position}
         try:
-            card = model_card(run.facts, fingerprint, trainer)
+            card = model_card(run.facts, fingerprint, trainer, tokenizer=run.data.tokenizer)
         except Exception as error:
             if not after_failure:
                 raise

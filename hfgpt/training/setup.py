@@ -19,7 +19,7 @@ from hfgpt.checkpointing.checkpoint import find_checkpoint
 from hfgpt.checkpointing.run_folder import RunFolder
 from hfgpt.checkpointing.saver import Saver
 from hfgpt.checkpointing.training_state import read_state
-from hfgpt.config import AUTO, Batch, GaveWay, PretrainConfig
+from hfgpt.config import AUTO, Batch, PretrainConfig
 from hfgpt.data import TextData, prepare_again, prepare_data
 from hfgpt.data.stream import StepBatch, iterate, named_documents
 from hfgpt.distributed.compiler import choose_compile
@@ -227,7 +227,7 @@ def _check_sharding(config: PretrainConfig, machine: Machine) -> None:
 def _open_text(
     config: PretrainConfig, batch: Batch, resume_from: Path | None, ranks: HostGroup
 ) -> tuple[PretrainConfig, TextData]:
-    """The text, and the settings; a recipe's masking gives way to a tokenizer that separates no documents."""
+    """The text, and the settings: what a recipe says of its own text gives way to the one that is stated."""
 
     def open_for(settings: PretrainConfig) -> TextData:
         if resume_from is None:
@@ -235,14 +235,11 @@ def _open_text(
         saved, data = (read_state(resume_from, name) for name in ("trainer_state", "data_state"))
         return prepare_again(settings, batch.blocks_per_step, saved["config"], data["fingerprint"], resume_from)
 
-    try:
-        return config, ranks.from_main(partial(open_for, config))
-    except UserError as error:
-        if not str(error).startswith("document_masking") or config.is_stated("document_masking"):
-            raise
-    config = config.settled(document_masking=False)
-    config.gave_way["document_masking"] = GaveWay(True, False)
-    return config, ranks.from_main(partial(open_for, config))
+    while True:
+        try:
+            return config, ranks.from_main(partial(open_for, config))
+        except UserError as error:
+            config = config.without(error)
 
 
 def build_model(

@@ -32,6 +32,7 @@ def main() -> None:
         ["train_step.py", "--case", "124m", "--rounds", "2" if given.quick else "7", *nanogpt],
         ["loop_overhead.py", "--rounds", many],
         ["lm_head_memory.py"],
+        ["long_memory.py", *(["--quick"] if given.quick else [])],
         ["startup.py", "--rounds", few],
         ["stream.py", "--rounds", few],
         ["checkpoint_stall.py", "--rounds", "1", "--max_steps", "100000"],

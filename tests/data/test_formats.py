@@ -208,8 +208,10 @@ def test_a_name_that_could_not_be_recorded_is_refused(tmp_path):
             write_jsonl(folder / os.fsdecode(name), ["text"])
         except OSError:
             pytest.skip("this file system takes no such name")
-        with pytest.raises(UserError, match="name is not printable UTF-8; rename it") as told:
+        with pytest.raises(UserError, match="name is not one line of UTF-8; rename it") as told:
             open_source(str(folder))
         assert str(told.value).isprintable() and str(told.value).encode()
         write_jsonl(folder / "good.jsonl", ["good"])
         assert read(open_source(str(folder), skip_bad_files=True))[0] == ["good"]
+    write_jsonl(tmp_path / "von Größe\u3000und\xa0Maß, 文.jsonl", ["text"])
+    assert read(open_source(str(tmp_path / "von*")))[0] == ["text"]
