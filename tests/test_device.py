@@ -10,7 +10,7 @@ import pytest
 import torch
 from running import same_weights, trained
 
-from hfgpt.distributed import device
+from hfgpt.distributed import compiler, device
 from hfgpt.distributed.launcher import SET_BY_LAUNCHERS
 from hfgpt.errors import RunError, UserError
 from hfgpt.training.step import TrainStep
@@ -98,7 +98,7 @@ def test_a_cpu_run_never_asks_cuda(cuda_unreachable):
         device.choose_precision(requested, CPU)
     with pytest.raises(UserError):
         device.choose_precision("fp16", CPU)
-    device.choose_compile("auto", CPU, 10_000)
+    compiler.choose_compile("auto", CPU, 10_000)
     device.synchronize(CPU)
     assert device.device_name(CPU)
     assert device.memory_bytes(CPU) > 2**27
@@ -116,54 +116,54 @@ def test_the_accelerate_configuration_can_ask_for_the_cpu(monkeypatch, cuda_unre
 
 
 @pytest.fixture
-def compiler(monkeypatch, tmp_path):
+def with_compiler(monkeypatch, tmp_path):
     """A machine with g++ and Python.h, whatever this one has."""
     (tmp_path / "Python.h").touch()
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
-    monkeypatch.setattr(device.shutil, "which", lambda name: f"/usr/bin/{name}" if name == "g++" else None)
+    monkeypatch.setattr(compiler.shutil, "which", lambda name: f"/usr/bin/{name}" if name == "g++" else None)
     return tmp_path
 
 
-def test_auto_compile_needs_a_compiler_and_a_long_run(compiler, monkeypatch):
-    assert device.choose_compile("auto", CPU, 200).enabled
-    short = device.choose_compile("auto", CPU, 199)
+def test_auto_compile_needs_a_compiler_and_a_long_run(with_compiler, monkeypatch):
+    assert compiler.choose_compile("auto", CPU, 200).enabled
+    short = compiler.choose_compile("auto", CPU, 199)
     assert not short.enabled and "199" in short.reason
-    assert device.choose_compile(True, CPU, 1).enabled
-    assert not device.choose_compile(False, CPU, 10_000).enabled
+    assert compiler.choose_compile(True, CPU, 1).enabled
+    assert not compiler.choose_compile(False, CPU, 10_000).enabled
 
     monkeypatch.setenv("CXX", "no-such-compiler")
-    missing = device.choose_compile("auto", CPU, 10_000)
+    missing = compiler.choose_compile("auto", CPU, 10_000)
     assert not missing.enabled and "no-such-compiler" in missing.reason
     with pytest.raises(UserError, match=r"no-such-compiler.*auto or false"):
-        device.choose_compile(True, CPU, 10_000)
-    assert not device.choose_compile(False, CPU, 10_000).enabled
+        compiler.choose_compile(True, CPU, 10_000)
+    assert not compiler.choose_compile(False, CPU, 10_000).enabled
 
 
-def test_auto_compile_needs_pythons_headers(compiler):
-    (compiler / "Python.h").unlink()
-    choice = device.choose_compile("auto", CPU, 10_000)
+def test_auto_compile_needs_pythons_headers(with_compiler):
+    (with_compiler / "Python.h").unlink()
+    choice = compiler.choose_compile("auto", CPU, 10_000)
     assert not choice.enabled and "Python.h" in choice.reason
 
 
-def test_auto_compile_off_where_torch_cannot(compiler, monkeypatch):
+def test_auto_compile_off_where_torch_cannot(with_compiler, monkeypatch):
     def unsupported():
         raise RuntimeError("Python 4 not yet supported for torch.compile")
 
     monkeypatch.setattr("torch._dynamo.eval_frame.check_if_dynamo_supported", unsupported)
-    choice = device.choose_compile("auto", CPU, 10_000)
+    choice = compiler.choose_compile("auto", CPU, 10_000)
     assert not choice.enabled and "Python 4" in choice.reason
-    assert not device.choose_compile("auto", torch.device("mps"), 10_000).enabled
+    assert not compiler.choose_compile("auto", torch.device("mps"), 10_000).enabled
 
 
-def test_auto_compile_on_cuda(compiler, monkeypatch):
-    monkeypatch.setattr(device.shutil, "which", lambda name: f"/usr/bin/{name}" if name == "gcc" else None)
+def test_auto_compile_on_cuda(with_compiler, monkeypatch):
+    monkeypatch.setattr(compiler.shutil, "which", lambda name: f"/usr/bin/{name}" if name == "gcc" else None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda which: (8, 9))
-    monkeypatch.setattr(device.importlib.util, "find_spec", lambda name: None)
-    assert "triton" in device.choose_compile("auto", CUDA, 10).reason
-    monkeypatch.setattr(device.importlib.util, "find_spec", lambda name: object())
-    assert device.choose_compile("auto", CUDA, 10).enabled
+    monkeypatch.setattr(compiler.importlib.util, "find_spec", lambda name: None)
+    assert "triton" in compiler.choose_compile("auto", CUDA, 10).reason
+    monkeypatch.setattr(compiler.importlib.util, "find_spec", lambda name: object())
+    assert compiler.choose_compile("auto", CUDA, 10).enabled
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda which: (6, 1))
-    assert "6.1" in device.choose_compile("auto", CUDA, 10).reason
+    assert "6.1" in compiler.choose_compile("auto", CUDA, 10).reason
 
 
 @pytest.mark.parametrize(

@@ -441,7 +441,7 @@ def test_unequal_numbers_of_targets_weigh_as_in_one_batch(tmp_path, document_fol
     ],
 )
 def test_what_is_asked_of_the_launcher_and_not_done_is_refused(monkeypatch, settings, told):
-    monkeypatch.setattr("hfgpt.distributed.ranks._sharding", False)
+    monkeypatch.setattr("hfgpt.distributed.fsdp2._sharding", False)
     for key, value in {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", **settings}.items():
         monkeypatch.setenv(key, value)
     with pytest.raises(UserError, match=re.escape(told)):
@@ -451,7 +451,7 @@ def test_what_is_asked_of_the_launcher_and_not_done_is_refused(monkeypatch, sett
 def test_what_is_done_another_way_is_said(monkeypatch, caplog):
     settings = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT"}
     settings |= {"FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP", "ACCELERATE_DYNAMO_BACKEND": "NO"}
-    monkeypatch.setattr("hfgpt.distributed.ranks._sharding", False)
+    monkeypatch.setattr("hfgpt.distributed.fsdp2._sharding", False)
     for key, value in settings.items():
         monkeypatch.setenv(key, value)
     assert take_sharding()

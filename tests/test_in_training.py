@@ -13,7 +13,6 @@ from running import ROOT, StopAt, prepared, records, trained
 from safetensors.torch import load_file
 from transformers import EarlyStoppingCallback
 
-from hfgpt.checkpointing import checkpoint
 from hfgpt.errors import RunError, UserError
 from hfgpt.evaluation.loss import evaluate
 from hfgpt.training.callbacks import SampleCallback
@@ -92,7 +91,7 @@ def test_a_run_whose_last_checkpoint_fails_ends_with_an_error(config, monkeypatc
         raise OSError(28, "No space left on device")
 
     settings = config(save_steps=0)
-    monkeypatch.setattr(checkpoint, "write_checkpoint", full)
+    monkeypatch.setattr("hfgpt.checkpointing.saver.write_checkpoint", full)
     with pytest.raises(RunError, match=r"checkpoint of step 6 could not be written; no checkpoint has been written"):
         trained(settings)
 

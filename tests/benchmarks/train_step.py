@@ -267,7 +267,7 @@ def on_cpu(case: str, folder: str, options: Any) -> dict[str, Any]:
 
 def on_card(folder: str, options: Any) -> dict[str, Any]:
     """124M at T = 1,024, the micro-batches in the order of their interest, as far as the time goes."""
-    from hfgpt.model.flops import device_peak
+    from hfgpt.distributed.device_peaks import device_peak
 
     case, ends, results = CASES["124m"], time.monotonic() + options.seconds, {}
     write_text(Path(folder), case["vocabulary"])
