@@ -2,10 +2,10 @@
 
     python tests/other_programs.py out/mine/checkpoint-latest [--converter llama.cpp/convert_hf_to_gguf.py]
 
-prints a line per program with the largest difference of a log-probability, or why the program is skipped, and exits
+prints one line per program with the largest difference of a log-probability, or why the program is skipped, and exits
 with 1 where one differs. `pip install -e '.[other-programs]'` brings CTranslate2, PEFT and TRL; mlx-lm needs `mlx[cpu]`
-where there is no Apple chip. GGUF needs xllamacpp, gguf, mistral-common and the converter of llama.cpp, also in the
-source distribution of llama-cpp-python. It runs without hfgpt, so that older packages can be tried in an
+where there is no Apple chip. GGUF needs xllamacpp, gguf, mistral-common and the converter of llama.cpp, which is also
+in the source distribution of llama-cpp-python. It runs without hfgpt, so that older packages can be tried in an
 environment of their own.
 """
 

@@ -235,7 +235,7 @@ def evaluate(
     if ranks()[0]:
         return
     place = record_evaluation(checkpoint, task or "text", facts) if record else None  # first: a pipe may be closed
-    print(json.dumps(facts, indent=2) if as_json else "\n".join(_lines(facts)))
+    print(_as_json(facts) if as_json else "\n".join(_lines(facts)))
     if place:
         print(f"recorded in {place}", file=sys.stderr)
 
@@ -325,7 +325,7 @@ def plan(
         from hfgpt.planning.estimate import forecast
 
         planned = forecast(flags)
-    print(json.dumps(planned.to_dict(), indent=2) if as_json else "\n".join(planned.lines()))
+    print(_as_json(planned.to_dict()) if as_json else "\n".join(planned.lines()))
 
 
 @app.command()
@@ -362,7 +362,7 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON 
         "versions": {"python": sys.version.split()[0], "hfgpt": __version__} | {part: version(part) for part in stack},
     }
     if as_json:
-        print(json.dumps(facts, indent=2))
+        print(_as_json(facts))
         return
     facts["versions"] = ", ".join(f"{part} {number}" for part, number in facts["versions"].items())
     print("\n".join(_lines(facts)))
@@ -411,7 +411,7 @@ def compare(
     read = read_runs(runs, tokens_per_step or ())
     found = compared(read)
     written = report.write_report(output, read, found) if output else []
-    print(json.dumps(found, indent=2) if as_json else report.as_text(read, found))
+    print(_as_json(found) if as_json else report.as_text(read, found))
     if written:
         print(f"written: {', '.join(map(str, written))}", file=sys.stderr)
 
@@ -459,11 +459,16 @@ def push(
 def _tell(facts: dict[str, Any], what: str, as_json: bool) -> None:
     """Print the facts of a check; raises RunError with its problems, if any."""
     if as_json:
-        print(json.dumps(facts, indent=2))
+        print(_as_json(facts))
     else:
         print("\n".join(_lines(facts, "not checked")))
     if facts["problems"]:
         raise RunError(f"{what}: {'; '.join(facts['problems'])}")
+
+
+def _as_json(facts: dict[str, Any]) -> str:
+    """With null for what JSON does not have: infinity, and what is no number."""
+    return json.dumps(json.loads(json.dumps(facts), parse_constant=lambda _: None), indent=2)
 
 
 def _lines(facts: dict[str, Any], unknown: str = "unknown") -> list[str]:
