@@ -31,6 +31,11 @@ TINY += ["--eval_steps", "0", "--logging_steps", "1", "--mfu_peak_tflops", "1"]
 
 
 MODEL = {"n_layer": 2, "n_head": 2, "n_embd": 32, "n_positions": 32}
+# Of runs whose processes are several or one.
+DISTRIBUTED = ["--model", json.dumps(MODEL), "--tokenizer", "bpe-300", "--streaming", "true", "--sequence_length", "16"]
+DISTRIBUTED += ["--tokens_per_step", "256", "--max_steps", "6", "--learning_rate", "1e-2", "--warmup_steps", "2"]
+DISTRIBUTED += ["--mixed_precision", "no", "--torch_compile", "false", "--logging_steps", "1", "--eval_steps", "3"]
+DISTRIBUTED += ["--eval_tokens", "300", "--save_steps", "2", "--mfu_peak_tflops", "1"]
 
 
 class StopAt(TrainerCallback):
@@ -42,6 +47,25 @@ class StopAt(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step == self.step:
             raise KeyboardInterrupt
+
+
+class PoisonMicroBatch(TrainerCallback):
+    """Makes the loss of one micro-batch of a step not a number, on one process."""
+
+    def __init__(self, step, micro_batch, rank=0):
+        self.step, self.micro_batch, self.rank, self.seen = step, micro_batch, rank, -1
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        def poison(module, arguments, output):
+            self.seen += 1
+            if (self.now, self.seen, int(os.environ.get("RANK", "0"))) == (self.step, self.micro_batch, self.rank):
+                output.loss = output.loss * float("nan")
+            return output
+
+        model.register_forward_hook(poison)
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self.now, self.seen = state.global_step + 1, -1
 
 
 def prepared(config, *callbacks) -> TrainingRun:
@@ -64,6 +88,10 @@ def trained(config, *callbacks) -> TrainingRun:
 def records(run: TrainingRun, key="loss") -> list[dict]:
     lines = [json.loads(line) for line in run.folder.metrics.read_text().splitlines()]
     return [line for line in lines if key in line]
+
+
+def lines(folder, key="loss"):
+    return [line for line in map(json.loads, (folder / "metrics.jsonl").open()) if key in line]
 
 
 def hashes(run: TrainingRun) -> list[str]:

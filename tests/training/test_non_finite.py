@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from forked import completed
-from running import FORKED_TWO, TINY, hashes, records, trained
+from running import FORKED_TWO, ROOT, TINY, PoisonMicroBatch, hashes, records, trained
 from safetensors.torch import load_file
 from transformers import TrainerCallback
 
@@ -57,25 +57,6 @@ def test_a_run_that_stays_not_finite_stops_with_its_last_good_checkpoint(config,
     assert all(value.isfinite().all() for value in weights.values())
 
 
-class PoisonMicroBatch(TrainerCallback):
-    """Makes the loss of one micro-batch of a step not a number, on one process."""
-
-    def __init__(self, step, micro_batch, rank=0):
-        self.step, self.micro_batch, self.rank, self.seen = step, micro_batch, rank, -1
-
-    def on_train_begin(self, args, state, control, model=None, **kwargs):
-        def poison(module, arguments, output):
-            self.seen += 1
-            if (self.now, self.seen, int(os.environ.get("RANK", "0"))) == (self.step, self.micro_batch, self.rank):
-                output.loss = output.loss * float("nan")
-            return output
-
-        model.register_forward_hook(poison)
-
-    def on_step_begin(self, args, state, control, **kwargs):
-        self.now, self.seen = state.global_step + 1, -1
-
-
 def test_the_documents_of_a_bad_micro_batch_are_named(config, document_folder):
     options = {"dataset": str(document_folder), "streaming": True, "tokenizer": "bpe-300", "logging_steps": 3}
     options |= {"gradient_accumulation_steps": 4, "per_device_train_batch_size": 4}
@@ -107,7 +88,7 @@ RECIPE = """
 import sys
 sys.path.insert(0, "{tests}")
 from hfgpt import PretrainConfig, Pretrainer, run_recipe
-from test_guard import PoisonMicroBatch
+from running import PoisonMicroBatch
 
 run_recipe(lambda: Pretrainer(PretrainConfig.from_cli(), [PoisonMicroBatch(3, 0, rank=1)]).train())
 """
@@ -116,7 +97,7 @@ run_recipe(lambda: Pretrainer(PretrainConfig.from_cli(), [PoisonMicroBatch(3, 0,
 @pytest.mark.slow
 def test_processes_leave_out_a_step_together_and_name_the_one_it_came_from(tmp_path, document_folder):
     recipe = tmp_path / "recipe.py"
-    recipe.write_text(RECIPE.format(tests=Path(__file__).parent))
+    recipe.write_text(RECIPE.format(tests=ROOT / "tests"))
     command = [*FORKED_TWO, str(recipe), "--output_dir", str(tmp_path / "run"), "--dataset", str(document_folder)]
     command += [*TINY, "--streaming", "true", "--max_steps", "5", "--tokens_per_step", "512"]
     environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}

@@ -14,7 +14,7 @@ import psutil
 import pytest
 import torch
 from forked import FORK, completed
-from running import FORKED_TWO, MODEL, ROOT, TWO
+from running import DISTRIBUTED, FORKED_TWO, ROOT, TWO, lines
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -25,10 +25,6 @@ from hfgpt.errors import UserError
 from hfgpt.training.plan import check_memory, setting_of
 
 CONFIGS = ROOT / "accelerate_configs"
-FLAGS = ["--model", json.dumps(MODEL), "--tokenizer", "bpe-300", "--streaming", "true", "--sequence_length", "16"]
-FLAGS += ["--tokens_per_step", "256", "--max_steps", "6", "--learning_rate", "1e-2", "--warmup_steps", "2"]
-FLAGS += ["--mixed_precision", "no", "--torch_compile", "false", "--logging_steps", "1", "--eval_steps", "3"]
-FLAGS += ["--eval_tokens", "300", "--save_steps", "2", "--mfu_peak_tflops", "1"]
 # Saves what each process holds of the parameters, to see that they are shared out.
 RECIPE = """
 import os
@@ -59,7 +55,7 @@ def launch(tmp_path, document_folder):
         settings = settings.replace("use_cpu: false" if kind == "single" else "mixed_precision: bf16", "use_cpu: true")
         (tmp_path / f"{kind}.yaml").write_text(settings)  # the cards' own file, but for the cards
         command = [python, "-m", "accelerate.commands.launch", "--config_file", str(tmp_path / f"{kind}.yaml")]
-        command += [str(tmp_path / "recipe.py"), "--dataset", str(document_folder), *FLAGS]
+        command += [str(tmp_path / "recipe.py"), "--dataset", str(document_folder), *DISTRIBUTED]
         command += ["--output_dir", str(tmp_path / name), *flags]
         done = completed(command, {**os.environ, "OMP_NUM_THREADS": "1"}, timeout=200)
         assert done.returncode == 0, done.stderr
@@ -67,10 +63,6 @@ def launch(tmp_path, document_folder):
         return tmp_path / name
 
     return launch
-
-
-def lines(folder, key="loss"):
-    return [line for line in map(json.loads, (folder / "metrics.jsonl").open()) if key in line]
 
 
 def assert_same(one, other, tolerance=2e-5):
@@ -161,7 +153,7 @@ def failing(tmp_path, document_folder):
     def run(text: str, *flags: str, python: str = FORK) -> tuple[int, str]:
         recipe.write_text(text)
         command = [python, *TWO[1:], "--log_dir", str(tmp_path / "logs"), "--redirects", "2"]
-        command += [str(recipe), "--dataset", str(document_folder), *FLAGS, "--output_dir", str(tmp_path / "run")]
+        command += [str(recipe), "--dataset", str(document_folder), *DISTRIBUTED, "--output_dir", str(tmp_path / "run")]
         command += ["--per_device_train_batch_size", "4", "--ddp_timeout", "6", "--stream_timeout", "5", *flags]
         cpu = {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "3"}
         done = completed(command, {**os.environ, **cpu}, timeout=200, cwd=tmp_path)
@@ -369,7 +361,7 @@ assert counts.steps == 6
 def test_gradients_are_exchanged_once_a_step(tmp_path, document_folder):
     recipe = tmp_path / "recipe.py"
     recipe.write_text(COUNTING)
-    flags = ["--dataset", str(document_folder), *FLAGS, "--output_dir", str(tmp_path / "run")]
+    flags = ["--dataset", str(document_folder), *DISTRIBUTED, "--output_dir", str(tmp_path / "run")]
     flags += ["--per_device_train_batch_size", "2"]  # x 16 x 2 processes x accumulation 4
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
     done = completed([*FORKED_TWO, str(recipe), *flags], environment, timeout=100)
@@ -378,7 +370,7 @@ def test_gradients_are_exchanged_once_a_step(tmp_path, document_folder):
 
 @pytest.mark.slow
 def test_a_step_that_is_not_finite_is_left_out_of_a_shared_model(launch, tmp_path):
-    poison = "from test_guard import PoisonMicroBatch\n"
+    poison = "from running import PoisonMicroBatch\n"
     recipe = (tmp_path / "recipe.py").read_text().replace("[Held()]", "[Held(), PoisonMicroBatch(3, 0, rank=1)]")
     (tmp_path / "recipe.py").write_text(f"import sys\nsys.path.insert(0, {str(ROOT / 'tests')!r})\n{poison}{recipe}")
     folder = launch("fsdp2", "run", "--per_device_train_batch_size", "4")
@@ -421,7 +413,15 @@ for ours, plain in zip(run.step.model.parameters(), model.parameters(), strict=T
 def test_unequal_numbers_of_targets_weigh_as_in_one_batch(tmp_path, document_folder):
     recipe = tmp_path / "recipe.py"
     recipe.write_text(UNEVEN)
-    flags = ["--dataset", str(document_folder), *FLAGS, "--output_dir", str(tmp_path / "run"), "--max_grad_norm", "0"]
+    flags = [
+        "--dataset",
+        str(document_folder),
+        *DISTRIBUTED,
+        "--output_dir",
+        str(tmp_path / "run"),
+        "--max_grad_norm",
+        "0",
+    ]
     flags += ["--per_device_train_batch_size", "4", "--dataloader_num_workers", "0"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
     done = completed([*FORKED_TWO, str(recipe), *flags], environment, timeout=100)

@@ -1,5 +1,7 @@
 """What goes to the Hub, how often it is tried, and that neither a fault nor a refusal harms the run."""
 
+# ruff: noqa: F811  fixtures are imported by name
+
 from __future__ import annotations
 
 import hashlib
@@ -17,20 +19,18 @@ import torch
 from hub_server import Faults, HubServer
 from huggingface_hub import HfApi, ModelCard, constants
 from huggingface_hub.repocard_data import model_index_to_eval_results
+from pushing import TOKEN, client, folder, original, verified  # noqa: F401
 from running import ALONE, ROOT, TINY, TWO, trained
-from test_checkpoint import sealed
-from test_verify import edit, louder, rewrite
+from tampering import edit, louder, rewrite, sealed
 
 from hfgpt.checkpointing import checkpoint
 from hfgpt.checkpointing.training_state import read_state
-from hfgpt.config import PretrainConfig
 from hfgpt.data.remote import asked_pause
 from hfgpt.errors import RunError, UserError
 from hfgpt.hub import push as hub
 from hfgpt.hub.import_export import export
 from hfgpt.hub.model_card import model_card
 
-TOKEN = "hf_SECRETSECRETSECRET"
 MODEL = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
 PUSHED = MODEL | {"README.md", "loss.png", "metrics.jsonl"}
 LOADED = """
@@ -41,50 +41,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 ids = AutoTokenizer.from_pretrained(sys.argv[1])("document 3 says", return_tensors="pt")
 print(json.dumps(AutoModelForCausalLM.from_pretrained(sys.argv[1])(**ids).logits.tolist()))
 """
-
-
-@pytest.fixture(scope="module")
-def original(tmp_path_factory):
-    """A run of two steps with an evaluation, below a folder with a telling name."""
-    root = tmp_path_factory.mktemp("home_of_alice")
-    texts = [f"document {n} says {n * n % 101} and {n % 7}" for n in range(400)]
-    (root / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    settings = {"dataset": str(root / "text.jsonl"), "tokenizer": "bpe-300", "sequence_length": 16, "eval_steps": 2}
-    model = {"n_layer": 1, "n_head": 1, "n_embd": 16, "n_positions": 32}
-    flags = {"max_steps": 2, "mixed_precision": "no", "torch_compile": False, "logging_steps": 1}
-    trained(PretrainConfig(output_dir=str(root / "run"), model=model, **settings, **flags))
-    return root / "run"
-
-
-@pytest.fixture
-def folder(original, tmp_path):
-    """The run's newest checkpoint, in a copy of the run, with files of other programs beside the model."""
-    checkpoint_folder = shutil.copytree(original, tmp_path / "run", symlinks=True) / "checkpoint-2"
-    for name in ("optimizer.bin", "random_states_0.pkl", "scheduler.pt", ".env", "notes.txt", "pytorch_model.bin"):
-        (checkpoint_folder / name).write_text("not for others")
-    return checkpoint_folder
-
-
-@pytest.fixture
-def client(monkeypatch):
-    """Has the Hub client of this process talk to a server, once given one; pauses between tries are only noted."""
-    pauses: list[float] = []
-    monkeypatch.setattr(hub.time, "sleep", pauses.append)
-
-    def use(server: HubServer) -> list[float]:
-        monkeypatch.setattr(constants, "ENDPOINT", server.url)
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-        monkeypatch.setenv("HF_TOKEN", TOKEN)
-        return pauses
-
-    return use
-
-
-@pytest.fixture
-def verified(monkeypatch):
-    """Takes every folder for sound: what `verify` finds is for other tests."""
-    monkeypatch.setattr(hub, "verify", lambda folder: {"problems": []})
 
 
 def state_of(folder: Path) -> dict[str, str]:

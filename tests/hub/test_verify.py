@@ -8,8 +8,7 @@ import shutil
 import pytest
 import torch
 from running import trained
-from safetensors.torch import load_file, save_file
-from test_checkpoint import sealed
+from tampering import edit, louder, rewrite, sealed
 from typer.testing import CliRunner
 
 from hfgpt.checkpointing.run_folder import RunFolder
@@ -40,10 +39,6 @@ def copy(folder, tmp_path):
     return shutil.copytree(folder, tmp_path / "copy")
 
 
-def edit(path, **changes):
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
-
-
 @pytest.mark.slow
 def test_a_checkpoint_is_plain_gpt2_and_gives_its_loss_again(folder):
     facts = verify(folder)
@@ -65,20 +60,8 @@ def without(tensors):
     return {name: value for name, value in tensors.items() if name != "h.0.ln_1.weight"}
 
 
-def louder(tensors):
-    return {name: value * 1.5 for name, value in tensors.items()}
-
-
 def broken(tensors):
     return {**tensors, "ln_f.bias": torch.full_like(tensors["ln_f.bias"], float("nan"))}
-
-
-def rewrite(change):
-    def apply(folder):
-        path = folder / "model.safetensors"
-        save_file(change(load_file(path)), path, metadata={"format": "pt"})
-
-    return apply
 
 
 def narrower(tensors):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from pathlib import Path
 
 import evaluate
 import numpy as np
@@ -206,7 +207,7 @@ def test_two_processes_are_one(tmp_path):
 
 TWO_TRAINERS = """
 import json, sys
-sys.path.insert(0, {tests!r})
+sys.path[:0] = {folders!r}
 import evaluate
 from test_perplexity_metric import PERPLEXITY, new_model, trainer_of
 metric = evaluate.load(PERPLEXITY, cache_dir=sys.argv[1])
@@ -220,7 +221,7 @@ if trainer.is_world_process_zero():
 @pytest.mark.slow
 def test_the_trainer_on_two_processes(model, tmp_path):
     script = tmp_path / "two.py"
-    script.write_text(TWO_TRAINERS.format(tests=str(ROOT / "tests")))
+    script.write_text(TWO_TRAINERS.format(folders=[str(Path(__file__).parent), str(ROOT / "tests")]))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
     command = [*FORKED_TWO, str(script), str(tmp_path / "cache")]
     done = completed(command, environment, timeout=180, cwd=tmp_path)

@@ -13,8 +13,9 @@ from math import nan
 import pytest
 from running import records, trained
 from safetensors.torch import load_file, save_file
+from tampering import sealed
 
-from hfgpt.checkpointing.checkpoint import MANIFEST, REQUIRED, fault, file_facts, find_checkpoint, write_checkpoint
+from hfgpt.checkpointing.checkpoint import MANIFEST, REQUIRED, fault, find_checkpoint, write_checkpoint
 from hfgpt.checkpointing.run_folder import RunFolder
 from hfgpt.errors import UserError
 from hfgpt.evaluation.generate import load_checkpoint
@@ -143,13 +144,6 @@ def test_records_after_the_resumed_step_are_dropped(tmp_path):
 class Bomb:
     def __reduce__(self):
         return (os.mkdir, (os.environ["BOMB"],))
-
-
-def sealed(folder):
-    """The folder with a manifest that fits what it holds."""
-    files = [path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST]
-    facts = {path.relative_to(folder).as_posix(): file_facts(path) for path in files}
-    (folder / MANIFEST).write_text(json.dumps({"files": facts}))
 
 
 PICKLES = ["pytorch_model.bin", "training_state/optimizer.pt", "training_state/random_states_0.pkl", "optimizer.bin"]

@@ -261,9 +261,10 @@ def test_a_loss_that_is_not_finite_is_no_accuracy(tokenizer, source):
         scored(model, tokenizer, source)
 
 
+FOLDERS = [str(Path(__file__).parent), str(ROOT / "tests")]
 TWO_PROCESSES = """
 import json, os, sys
-sys.path.insert(0, {tests!r})
+sys.path[:0] = {folders!r}
 import torch
 from test_hellaswag import UserError, new_model, new_tokenizer, scored
 tokenizer = new_tokenizer()
@@ -286,7 +287,7 @@ def test_two_processes_are_one(tokenizer, source, tmp_path):
     broken = written(tmp_path / "broken.jsonl", [ROW, {}])
     asked = [(source, None), (source, 7), (source, 1), (broken, None)]
     script = tmp_path / "two.py"
-    script.write_text(TWO_PROCESSES.format(tests=str(ROOT / "tests")))
+    script.write_text(TWO_PROCESSES.format(folders=FOLDERS))
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
     command = [*FORKED_TWO, str(script), json.dumps(asked)]
     done = completed(command, environment, timeout=180, cwd=tmp_path)
@@ -300,7 +301,7 @@ def test_two_processes_are_one(tokenizer, source, tmp_path):
 
 FROM_THE_HUB = """
 import json, sys
-sys.path.insert(0, {tests!r})
+sys.path[:0] = {folders!r}
 from test_hellaswag import new_model, new_tokenizer, scored
 tokenizer = new_tokenizer()
 print("found " + json.dumps(scored(new_model(len(tokenizer)), tokenizer, None)))
@@ -316,7 +317,7 @@ def test_from_the_hub(tokenizer, tmp_path):
         files[f"data/{split}-00000-of-00001.parquet"] = (tmp_path / "rows.parquet").read_bytes()
     with HubServer({"datasets/Rowan/hellaswag": files}) as server:
         environment = {**os.environ, "PYTHONPATH": str(ROOT), **server.environment(tmp_path / "home")}
-        command = [sys.executable, "-c", FROM_THE_HUB.format(tests=str(ROOT / "tests"))]
+        command = [sys.executable, "-c", FROM_THE_HUB.format(folders=FOLDERS)]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, cwd=tmp_path)
         commit = server.commit("datasets/Rowan/hellaswag")
     assert done.returncode == 0, done.stderr[-3000:]

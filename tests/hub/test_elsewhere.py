@@ -1,7 +1,7 @@
 """A checkpoint in the tools of others: in this environment, and in one of older packages where one is named.
 
     python -m venv older && older/bin/pip install torch 'transformers==4.57.*' 'lm-eval[hf]' gguf
-    HFGPT_OTHER_PYTHON=older/bin/python pytest -n0 -rs tests/test_elsewhere.py
+    HFGPT_OTHER_PYTHON=older/bin/python pytest -n0 -rs tests/hub/test_elsewhere.py
 
 What a tool would need and is not installed is skipped, and -rs says so.
 """

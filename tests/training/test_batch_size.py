@@ -9,9 +9,8 @@ import os
 import pytest
 import torch
 from forked import completed
-from running import FORKED_TWO, StopAt, hashes, records, same_weights, trained
-from test_checkpoint import sealed
-from test_distributed import FLAGS, lines
+from running import DISTRIBUTED, FORKED_TWO, StopAt, hashes, lines, records, same_weights, trained
+from tampering import sealed
 from transformers import TrainerCallback
 
 from hfgpt.config import Batch
@@ -137,7 +136,7 @@ ON_ONE = """
 import os
 import torch
 from hfgpt import PretrainConfig, Pretrainer, run_recipe
-from test_micro_batch import Small
+from test_batch_size import Small
 
 small = Small(rows=2 if os.environ["RANK"] == "1" else 1000)
 run_recipe(lambda: Pretrainer(PretrainConfig.from_cli(), [small]).train())
@@ -149,8 +148,9 @@ def test_memory_that_runs_out_on_one_process_is_met_by_all(tmp_path, document_fo
     (tmp_path / "recipe.py").write_text(ON_ONE)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
     for name, size in (("two", "2"), ("eight", "8")):  # the larger one without accumulation
-        flags = ["--dataset", str(document_folder), *FLAGS, "--output_dir", str(tmp_path / name), "--max_steps", "3"]
-        command = [*FORKED_TWO, str(tmp_path / "recipe.py"), *flags, "--per_device_train_batch_size", size]
+        flags = ["--dataset", str(document_folder), *DISTRIBUTED, "--output_dir", str(tmp_path / name)]
+        flags += ["--max_steps", "3", "--per_device_train_batch_size", size]
+        command = [*FORKED_TWO, str(tmp_path / "recipe.py"), *flags]
         done = completed(command, environment, timeout=100)
         assert done.returncode == 0, done.stderr
     two, eight = tmp_path / "two", tmp_path / "eight"

@@ -1,5 +1,7 @@
 """What is measured of a checkpoint later reaches its card, only its own, and disturbs nothing."""
 
+# ruff: noqa: F811  fixtures are imported by name
+
 from __future__ import annotations
 
 import json
@@ -10,10 +12,9 @@ import pytest
 from hub_server import HubServer
 from huggingface_hub import ModelCard
 from huggingface_hub.repocard_data import model_index_to_eval_results
+from pushing import TOKEN, client, folder, original, verified  # noqa: F401
 from running import records, trained
-from test_checkpoint import sealed
-from test_push import TOKEN, client, folder, original, verified  # noqa: F401 fixtures
-from test_verify import louder, rewrite
+from tampering import louder, rewrite, sealed
 
 from hfgpt.checkpointing import checkpoint
 from hfgpt.checkpointing.training_state import read_state
@@ -40,7 +41,7 @@ TEXT = {"dataset": "/home/alice/two_words.txt", "loss": 3.25, "perplexity": math
 
 
 @pytest.mark.slow
-def test_what_is_recorded_reaches_the_pushed_card(folder, client):  # noqa: F811
+def test_what_is_recorded_reaches_the_pushed_card(folder, client):
     latest = folder.parent / "checkpoint-latest"
     assert record_evaluation(latest, "hellaswag", {**HELLASWAG, "accuracy": 0.5}).name == "evaluations.jsonl"
     record_evaluation(folder, "text", {**TEXT, "bits_per_byte": None})
@@ -77,7 +78,7 @@ def test_what_is_recorded_reaches_the_pushed_card(folder, client):  # noqa: F811
     )
 
 
-def test_a_record_says_what_was_measured_when_of_which_weights(folder):  # noqa: F811
+def test_a_record_says_what_was_measured_when_of_which_weights(folder):
     path = record_evaluation(folder, "hellaswag", HELLASWAG)
     record_evaluation(folder, "text", {**TEXT, "perplexity": math.inf})
     first, second = (json.loads(line) for line in path.read_text().splitlines())
@@ -88,7 +89,7 @@ def test_a_record_says_what_was_measured_when_of_which_weights(folder):  # noqa:
     assert recorded_evaluations(folder) == [first, second]
 
 
-def test_lines_cut_short_or_foreign_are_passed_over(folder):  # noqa: F811
+def test_lines_cut_short_or_foreign_are_passed_over(folder):
     path = record_evaluation(folder, "text", TEXT)
     [first] = recorded_evaluations(folder)
     with open(path, "a") as file:
@@ -100,7 +101,7 @@ def test_lines_cut_short_or_foreign_are_passed_over(folder):  # noqa: F811
     assert path.read_text().endswith("\n")
 
 
-def test_only_a_checkpoint_of_a_run_has_records(folder, tmp_path):  # noqa: F811
+def test_only_a_checkpoint_of_a_run_has_records(folder, tmp_path):
     alone = shutil.copytree(folder, tmp_path / "alone")
     plain = shutil.copytree(folder, folder.parent / "plain")
     shutil.rmtree(plain / "training_state")
@@ -114,14 +115,14 @@ def test_only_a_checkpoint_of_a_run_has_records(folder, tmp_path):  # noqa: F811
     assert not (folder.parent / "evaluations.jsonl").exists()
 
 
-def test_a_file_that_cannot_be_written_is_named(folder):  # noqa: F811
+def test_a_file_that_cannot_be_written_is_named(folder):
     (folder.parent / "evaluations.jsonl").mkdir()
     with pytest.raises(UserError, match=r"evaluations.jsonl: cannot be written"):
         record_evaluation(folder, "text", TEXT)
     assert recorded_evaluations(folder) == []
 
 
-def test_other_weights_under_the_same_name_have_no_part_in_it(folder):  # noqa: F811
+def test_other_weights_under_the_same_name_have_no_part_in_it(folder):
     record_evaluation(folder, "text", TEXT)
     rewrite(louder)(folder)
     sealed(folder)
