@@ -2,9 +2,9 @@
 
 Every figure is counted from the tensors that exist at three moments: when the loss is differentiated, when the last
 block is, and when the embedding is. The counts for eager and compiled training are checked on a CPU against the
-tensors that autograd keeps and against resident memory (tests/model/test_memory.py, tests/benchmarks/memory.py). On a card
-nothing has been measured yet: the same counts are taken to hold, and what only a card has is from documentation, as is
-said where it is counted. The same benchmark measures it there.
+tensors that autograd keeps (tests/model/test_memory.py) and against resident memory (tests/benchmarks/memory.py). On a
+card nothing has been measured yet: the same counts are taken to hold, and what only a card has is from documentation,
+as is said where it is counted. The same benchmark measures it there.
 
 B batch, T sequence, C width, H heads, V vocabulary, N = B * T tokens of a micro-batch.
 """
