@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -71,7 +72,8 @@ EVENTS = ["on_step_begin", "on_step_end", "on_log", "on_evaluate", "on_save", "o
 
 @pytest.mark.parametrize("event", EVENTS)
 def test_a_fault_of_a_callback_leaves_a_checkpoint_from_which_the_run_is_the_same(config, whole, capsys, event):
-    step = 6 if event == "on_train_end" else 4 if event in ("on_evaluate", "on_save") else 3
+    # A checkpoint is written beside training: only for that of the last step is it known when on_save is called.
+    step = 6 if event in ("on_train_end", "on_save") else 4 if event == "on_evaluate" else 3
     pretrainer = Pretrainer(config(eval_steps=2), [Fails(event, step, ValueError("no\nroom"))])
     code, lines = ending(capsys, pretrainer.train)
     file = pretrainer.run.path / "traceback.txt"
@@ -103,7 +105,7 @@ def test_a_run_ended_by_a_callback_keeps_its_exit_code_and_its_step(config):
 
 
 def test_a_model_card_that_fails_costs_no_checkpoint(config, monkeypatch):
-    def fails(*_):
+    def fails(*_, **__):
         raise RuntimeError("no card")
 
     monkeypatch.setattr(hfgpt.training.pretrainer, "model_card", fails)
@@ -351,12 +353,13 @@ def test_a_signal_ends_the_set_up_at_once(config, monkeypatch, capsys, name):
     def slow(*_, **__):
         os.kill(os.getpid(), signal.Signals[name])
         time.sleep(20)
+        waited.append(name)
 
+    waited: list[str] = []
     monkeypatch.setattr("hfgpt.training.setup.prepare_data", slow)
-    began = time.monotonic()
     code, lines = ending(capsys, Pretrainer(config()).train)
     assert code == 128 + signal.Signals[name] and lines == [f"error: {name} before the first step"]
-    assert time.monotonic() - began < 20 and not os.path.exists(config().output_dir)
+    assert not waited and not os.path.exists(config().output_dir)
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
@@ -525,7 +528,11 @@ def test_a_run_folder_that_cannot_be_is_one_line(config, capsys, tmp_path, kind)
     (tmp_path / "file").touch()
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
-    settings = dataclasses.replace(config(), output_dir=str(ODD_FOLDERS[kind](tmp_path)))
-    code, lines = ending(capsys, Pretrainer(settings).train)
+
+    def run():
+        Pretrainer(dataclasses.replace(config(), output_dir=str(ODD_FOLDERS[kind](tmp_path)))).train()
+
+    code, lines = ending(capsys, run)
     assert code == 2 and len(lines) == 1 and lines[0].startswith("error: output_dir="), lines
-    assert "name a folder that can be written" in lines[0] and not (tmp_path / "nowhere").exists()
+    assert re.search("name a folder that can be written|give a(nother)? path", lines[0]), lines
+    assert not (tmp_path / "nowhere").exists()

@@ -53,6 +53,11 @@ class StepGuard:
         self.figures = torch.empty(0, 0)  # loss, gradient norm and micro-losses of each pending step
         self.skipped_in_a_row = 0
 
+    @property
+    def has_given_up(self) -> bool:
+        """Whether as many steps in a row were left out as end the run."""
+        return self.skipped_in_a_row >= MAX_SKIPPED_STEPS
+
     def add(self, step: Step, result: StepResult) -> None:
         loss, grad_norm, micro_losses = result
         width = 2 + len(micro_losses)
@@ -90,7 +95,7 @@ class StepGuard:
             )
             where = f" on process {', '.join(map(str, ranks))}" if ranks and self.host.world > 1 else ""
             logger.warning("step %d is left out: loss %s, gradient norm %s%s", step.step, loss, norm, where)
-            if self.skipped_in_a_row == MAX_SKIPPED_STEPS:
+            if self.has_given_up:
                 raise RunError(
                     f"loss or gradient was not finite in {MAX_SKIPPED_STEPS} steps in a row, up to step {step.step}; "
                     f"the newest checkpoint in {self.run.path}, if any, is from before; a lower learning_rate may help"

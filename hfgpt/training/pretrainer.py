@@ -27,7 +27,7 @@ from hfgpt.hub.push import push_trained
 from hfgpt.safe_output import safe
 from hfgpt.training.batch_size import MemoryRanOut, out_of_memory_named, release_memory
 from hfgpt.training.callbacks import numbers, why_stopped
-from hfgpt.training.non_finite import MAX_SKIPPED_STEPS, Step, StepResult
+from hfgpt.training.non_finite import Step, StepResult
 from hfgpt.training.plan import run_facts
 from hfgpt.training.setup import PreparedRun
 
@@ -110,8 +110,7 @@ class Pretrainer(PreparedRun):
         except (Exception, SystemExit, Interrupted) as error:
             if self.ended or not self.started:
                 raise
-            skipped, failures = self.guard.skipped_in_a_row, self.saver.failures
-            given_up = skipped == MAX_SKIPPED_STEPS or failures >= self.saver.max_failures
+            given_up = self.guard.has_given_up or self.saver.failures >= self.saver.max_failures
             lost = [] if given_up else self._save_at_fault()
             fault: BaseException = error
             if isinstance(error, Interrupted):
