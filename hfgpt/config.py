@@ -555,12 +555,19 @@ def _model(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_local(dataset: str) -> bool:
-    return dataset == "embedded" or glob.has_magic(dataset) or Path(dataset).expanduser().exists()
+    return dataset == "embedded" or glob.has_magic(dataset) or _exists(dataset)
+
+
+def _exists(path: str) -> bool:
+    """Whether there is such a file or folder; a name that none can have is refused where settings are checked."""
+    try:
+        return Path(path).expanduser().exists()
+    except (OSError, ValueError, RuntimeError):
+        return False
 
 
 def _has_tokenizer(init_from: str) -> bool:
     """Whether there is a tokenizer beside these weights; what is not here is taken for a repository that has one."""
     from hfgpt.data.tokenization import has_tokenizer
 
-    path = Path(init_from).expanduser()
-    return not path.exists() or has_tokenizer(path)
+    return not _exists(init_from) or has_tokenizer(Path(init_from).expanduser())

@@ -68,7 +68,7 @@ def main() -> None:
 
 def _run_app() -> None:
     try:
-        if app(sys.argv[1:] or ["--help"], standalone_mode=False) == INTERRUPTED:
+        if app(_flags_without_values(sys.argv[1:]) or ["--help"], standalone_mode=False) == INTERRUPTED:
             raise KeyboardInterrupt
     except typer.Abort as error:  # older versions
         raise KeyboardInterrupt from error
@@ -79,6 +79,18 @@ def _run_app() -> None:
         context = getattr(error, "ctx", None)
         command = context.command_path if context else "hfgpt"
         raise UserError(f"{error.format_message().rstrip('.')}; see {command} --help") from error
+
+
+def _flags_without_values(arguments: list[str]) -> list[str]:
+    """`evaluate --torch_compile true`, as recipes write it, as the flag that it is there."""
+    if arguments[:1] != ["evaluate"]:
+        return arguments
+    flags = {("--torch_compile", "true"): "--torch_compile", ("--torch_compile", "false"): "--eager"}
+    found: list[str] = []
+    for argument in arguments:
+        flag = flags.get((found[-1] if found else "", argument))
+        found[-1:] = [flag] if flag else [*found[-1:], argument]
+    return found
 
 
 @app.callback(invoke_without_command=True)

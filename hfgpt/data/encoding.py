@@ -20,7 +20,7 @@ from hfgpt.errors import UserError
 from hfgpt.model.configuration_gpt2 import model_rows
 
 # What a document loses in a tokenizer, in the words under which it is counted.
-LOSSES = ("unknown_tokens", "dropped_bytes", "dropped_characters", "changed_documents")
+LOSSES = ("unknown_tokens", "unknown_tokens_left_out", "dropped_bytes", "dropped_characters", "changed_documents")
 BYTE_OF = {character: byte for byte, character in bytes_to_unicode().items()}
 BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
 NO_TEXT = "\U0010fffe"  # before the name of a token that no text may become; not a character of any text
@@ -131,6 +131,7 @@ class Encoder:
             lost, prefix = self.losses(text, ids)
             if lost["unknown_tokens"] and self.unknown_id in (self.separator_id, self._tokenizer.eos_token_id):
                 ids = [i for i in ids if i != self.unknown_id]  # else unknown text would end a document
+                lost["unknown_tokens_left_out"] = lost.pop("unknown_tokens")
             ends = [] if self.newline_id is None or text.endswith("\n") else [self.newline_id]
             found.append(Document(np.array([*start, *ids, *ends], np.int32), lost, prefix, len(ends)))
         return found
@@ -201,12 +202,11 @@ class Encoder:
 
     def why_no_bytes(self, documents: Sequence[Document]) -> str | None:
         """Why `byte_lengths` is None, in words."""
+        if changed := sum(bool(document.lost) for document in documents):
+            return f"the tokenizer does not represent {changed:,} of {len(documents):,} documents exactly"
         if self.lengths is None:
             return "the tokenizer does not keep the spaces of a text, and the bytes of its tokens are not known"
-        changed = sum(bool(document.lost) for document in documents)
-        return (
-            f"the tokenizer does not represent {changed:,} of {len(documents):,} documents exactly" if changed else None
-        )
+        return None
 
     def joined(self, documents: Sequence[Document]) -> np.ndarray:
         """The documents as one run of ids; after the last there is no line end to join it to another."""
@@ -218,7 +218,7 @@ class Encoder:
     def rule(self) -> str:
         """How documents are joined, in words."""
         if self.separator_id is not None:
-            token = self._tokenizer.convert_ids_to_tokens(self.separator_id)
+            token = self._tokenizer.eos_token
             return f"{token if token.isprintable() else repr(token)} ({self.separator_id}) before each"
         if self.newline_id is not None:
             return "a line end after each that has none, as the tokenizer has no end-of-text token (eos)"

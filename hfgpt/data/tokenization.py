@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import tempfile
 from collections.abc import Callable, Iterable
 from itertools import chain
 from pathlib import Path
@@ -16,12 +17,13 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from hfgpt.data.encoding import make_repeatable
 from hfgpt.data.remote import quiet_hub
 from hfgpt.errors import UserError
-from hfgpt.model.configuration_gpt2 import special_ids
+from hfgpt.model.configuration_gpt2 import model_rows, special_ids
 
 # Parallel encoding in this process would make every later fork warn, and could hang the child.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 END_OF_TEXT = "<|endoftext|>"
+SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 BPE_TRAINING_CHARACTERS = 20_000_000
 LONGEST_WORD = 2000
 ENDLESS = re.compile(rf"\S{{{LONGEST_WORD}}}|\s{{{LONGEST_WORD}}}")
@@ -59,15 +61,37 @@ def load_tokenizer(name: str, texts: Callable[[], Iterable[str]], model_max_leng
     try:
         with quiet_hub():
             tokenizer = AutoTokenizer.from_pretrained(name, **options)
-        if not tokenizer.is_fast:
-            raise TypeError("it is a slow one, without a tokenizer.json; save it in that form")
     except Exception as error:  # each broken or missing tokenizer fails in its own way
         reason = str(error).strip().split("\n")[0]
         raise UserError(
             f"tokenizer={name}: not char, not bpe-N, and no tokenizer could be loaded from a folder or Hub "
             f"repository of that name ({reason}); give one of these three"
         ) from error
-    return make_repeatable(tokenizer)
+    if not tokenizer.is_fast:
+        raise UserError(
+            f"tokenizer={name}: {type(tokenizer).__name__} is a slow tokenizer, in Python; only those with a "
+            "tokenizer.json are supported; give one of these, char, or bpe-N"
+        )
+    _check_saved(make_repeatable(tokenizer), name)
+    return tokenizer
+
+
+def _check_saved(tokenizer: PreTrainedTokenizerFast, name: str) -> None:
+    """Raise UserError for a tokenizer whose saved files give other ids: the run's checkpoints could not be used."""
+    with tempfile.TemporaryDirectory() as folder:
+        save_tokenizer(tokenizer, folder)
+        saved = PreTrainedTokenizerFast.from_pretrained(folder)
+    ours, theirs = ({**special_ids(one), "rows": model_rows(one)} for one in (tokenizer, saved))
+    # Roles that nobody had are filled when it is saved.
+    changed = [key for key in ours if ours[key] != theirs[key]]
+    if changed or tokenizer.get_vocab() != saved.get_vocab():
+        what = (
+            ", ".join(f"{key} is {theirs[key]} instead of {ours[key]}" for key in changed) or "its vocabulary differs"
+        )
+        raise UserError(
+            f"tokenizer={name}: saved and loaded again it is another one ({what}); save it with "
+            "AutoTokenizer.from_pretrained(..).save_pretrained(..), or give another one"
+        )
 
 
 def _first_characters(texts: Iterable[str], limit: int) -> Iterable[str]:
@@ -101,7 +125,9 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: str | os.PathLike
     config["padding_side"] = "left"
     # In transformers 4 the class also returns token_type_ids, whose embeddings GPT-2 adds to those of the tokens.
     config["model_input_names"] = ["input_ids", "attention_mask"]
+    # By content: the name that an id is converted to may be normalized, and would become a token of its own.
+    content = {getattr(tokenizer, f"{name}_id"): getattr(tokenizer, name) for name in SPECIAL_TOKENS}
     for key, i in special_ids(tokenizer).items():
         if i is not None and config.get(name := key.removesuffix("_id")) is None:
-            config[name] = tokenizer.convert_ids_to_tokens(i)
-    path.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+            config[name] = content[i]
+    path.write_text(json.dumps(config, indent=2, ensure_ascii=False, sort_keys=True) + "\n", encoding="utf-8")

@@ -272,4 +272,5 @@ def _told_start(tokenizer: Any, start: int | None, alone: bool, encoder: Encoder
             return "none; the first token of each document is not scored"
         return f"none; the first token of the text is not scored; {encoder.rule()}"
     scored = "never scored" if alone else "scored except the first"
-    return f"{tokenizer.convert_ids_to_tokens(start)} ({start}) before each document; {scored}"
+    token = tokenizer.bos_token if start == tokenizer.bos_token_id else tokenizer.eos_token
+    return f"{token} ({start}) before each document; {scored}"

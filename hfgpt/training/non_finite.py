@@ -47,6 +47,7 @@ class NonFiniteGuard:
 
     @property
     def has_given_up(self) -> bool:
+        """Whether as many steps in a row were left out as end the run."""
         return self.skipped_in_a_row >= MAX_SKIPPED_STEPS
 
     def add(self, step: Step, result: StepResult) -> None:

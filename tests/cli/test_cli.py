@@ -217,3 +217,11 @@ def test_doctor_says_what_the_machine_offers(monkeypatch, capsys):
     assert facts["peak_tflops_measured"] > 0
     assert torch.__version__.startswith(facts["versions"]["torch"])  # which may go on with +cu130
     assert facts["versions"].keys() >= {"python", "hfgpt", "transformers", "accelerate", "datasets"}
+
+
+def test_a_commands_flag_may_have_the_value_that_a_recipe_gives_it():
+    given = ["evaluate", "folder", "--torch_compile", "false", "--json"]
+    assert cli._flags_without_values(given) == ["evaluate", "folder", "--eager", "--json"]
+    given[3] = "true"
+    assert cli._flags_without_values(given) == ["evaluate", "folder", "--torch_compile", "--json"]
+    assert cli._flags_without_values(given[:3]) == given[:3]

@@ -367,7 +367,7 @@ def slow(self, texts):
     Path(sys.argv[1], f"{os.getpid()}.worker").touch()
     time.sleep(60)
 
-Encoder.encode = slow
+Encoder.documents = slow
 next(iterate(document_stream(Path(sys.argv[1], "text")), None, num_workers=2))
 """
 

@@ -13,7 +13,7 @@ import torch
 from accelerate.state import AcceleratorState, GradientState
 from kinds import END, KINDS, ODD, WORDS, byte_level, folder_of, gaps, word_level
 from running import MODEL, hashes, prepared, records, trained
-from tokenizers import Tokenizer, decoders, models
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 import hfgpt.evaluation.generate as generation
@@ -25,6 +25,7 @@ from hfgpt.evaluation.evaluate import evaluate_checkpoint, score_text
 from hfgpt.evaluation.generate import generate, load_checkpoint
 from hfgpt.hub.import_export import export
 from hfgpt.hub.verify import verify
+from hfgpt.model.configuration_gpt2 import model_rows
 from hfgpt.training.callbacks import SampleCallback
 from hfgpt.training.setup import TrainingRun
 
@@ -305,8 +306,20 @@ def test_verify_names_a_tokenizer_with_an_id_that_has_no_row(tmp_path):
 def test_unknown_text_never_ends_a_document(tmp_path):
     tokenizer = loaded(word_level(), tmp_path / "tokenizer", eos_token="[UNK]", unk_token="[UNK]")
     [document] = Encoder(tokenizer).documents(["Item unheard-of costs [UNK]"])
-    assert document.lost["unknown_tokens"] == 2
+    assert document.lost["unknown_tokens_left_out"] == 2
     assert tokenizer.convert_ids_to_tokens(document.ids) == ["[UNK]", "Item", "costs"]
+
+
+def test_special_tokens_that_a_normalizer_changes_keep_their_names_and_ids(tmp_path):
+    backend = byte_level()
+    backend.normalizer = normalizers.Lowercase()
+    backend.add_special_tokens([AddedToken("</S>", normalized=True, special=True)])
+    PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</S>").save_pretrained(tmp_path / "tokenizer")
+    run = trained(settings(tmp_path, tmp_path / "tokenizer"))
+    model, tokenizer = load_checkpoint(run.folder.checkpoint(3))
+    assert tokenizer.eos_token == "</S>" and tokenizer.eos_token_id == model.config.eos_token_id
+    assert model_rows(tokenizer) == model.config.vocab_size
+    assert any("</S>" in line for line in run.data.description)
 
 
 def test_impossible_tokenizers_are_refused_in_one_line(tmp_path):
@@ -328,7 +341,7 @@ def test_impossible_tokenizers_are_refused_in_one_line(tmp_path):
     slow = tmp_path / "slow"
     slow.mkdir()
     (slow / "tokenizer_config.json").write_text('{"tokenizer_class": "ByT5Tokenizer"}')
-    assert "it is a slow one" in refusal(str(slow))
+    assert "is a slow tokenizer" in refusal(str(slow))
 
 
 def test_characters_of_several_tokens_are_streamed_whole(tmp_path):

@@ -355,6 +355,6 @@ def test_a_compiler_that_fails_is_told_with_the_way_out(tmp_path, config, monkey
             raise error
 
         monkeypatch.setattr(TrainStep, "__call__", fails)
-        way = "remove /the/cache, .* --torch_compile false; no checkpoint has been written"
+        way = "remove /the/cache, .* --torch_compile false; ended after step 0; no checkpoint has been written"
         with pytest.raises(RunError, match=rf"torch.compile failed \(.*{told}\); .*{way}"):
             trained(config(told[:2]))

@@ -86,7 +86,7 @@ def test_one_process_two_and_two_that_share_the_model_are_one_run(launch, optim)
     one = launch("one", "one", "--per_device_train_batch_size", "8", *flags, python=python)
     for kind in ("ddp", "fsdp2") if optim == "adamw" else ("fsdp2",):
         two = launch(kind, kind, "--per_device_train_batch_size", "4", *flags, python=python)
-        assert_same(one, two, tolerance=2e-5 if optim == "adamw" else 2e-3)  # Muon rounds its updates to bf16
+        assert_same(one, two, tolerance=2e-5 if optim == "adamw" else 4e-3)  # Muon rounds its updates to bf16
         held = [tuple(map(int, (two / f"held.{rank}").read_text().split())) for rank in (0, 1)]
         share = 1 if kind == "ddp" else 2
         assert [mine * share for mine, _ in held] == pytest.approx([total for _, total in held], rel=0.05)

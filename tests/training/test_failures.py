@@ -108,7 +108,7 @@ def test_a_run_ended_by_a_callback_keeps_its_exit_code_and_its_step(config):
 
 
 def test_a_model_card_that_fails_costs_no_checkpoint(config, monkeypatch):
-    def fails(*_):
+    def fails(*_, **__):
         raise RuntimeError("no card")
 
     monkeypatch.setattr("hfgpt.training.saving.model_card", fails)
