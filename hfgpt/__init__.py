@@ -5,20 +5,20 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from hfgpt.signals import ending_at_once
+from hfgpt.distributed.stop_signals import ending_at_once
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "GPT2LMHeadModel": "modeling_hfgpt",
-    "MFUCallback": "callbacks",
-    "PerplexityCallback": "callbacks",
+    "GPT2LMHeadModel": "model.modeling_gpt2",
+    "MFUCallback": "training.mfu",
+    "PerplexityCallback": "training.callbacks",
     "PretrainConfig": "config",
-    "Pretrainer": "trainer",
-    "SampleCallback": "callbacks",
+    "Pretrainer": "training.pretrainer",
+    "SampleCallback": "training.callbacks",
     "UserError": "errors",
-    "model_config": "configuration_hfgpt",
-    "run_recipe": "ending",
+    "model_config": "model.configuration_gpt2",
+    "run_recipe": "cli.run_recipe",
 }
 
 __all__ = [*_HOMES, "__version__"]

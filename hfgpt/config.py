@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, NoReturn
 
-from hfgpt.configuration_hfgpt import MODEL_SIZES, model_fields
-from hfgpt.convert import NO_VALUE, NOT_CONVERTIBLE, convert, describe, read_yaml, shown
+from hfgpt.distributed.launcher import ranks
 from hfgpt.errors import UserError
+from hfgpt.field_types import NO_VALUE, NOT_CONVERTIBLE, convert, describe, read_yaml, shown
 from hfgpt.files import local_path
-from hfgpt.launched import ranks
+from hfgpt.model.configuration_gpt2 import MODEL_SIZES, model_fields
 
 Auto = Literal["auto"]
 AUTO = "auto"

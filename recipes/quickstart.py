@@ -28,11 +28,12 @@ def main() -> None:
     config = PretrainConfig.from_cli(CONFIG)
     pretrainer = Pretrainer(config)
     pretrainer.train()
-    if pretrainer.accelerator.is_main_process:
-        from hfgpt.generation import generate, load_checkpoint
+    run = pretrainer.run
+    if run.is_main:
+        from hfgpt.evaluation.generate import generate, load_checkpoint
 
         model, tokenizer = load_checkpoint(f"{config.output_dir}/checkpoint-latest")
-        prompt = tokenizer.decode(pretrainer.data.validation[:12], skip_special_tokens=True)
+        prompt = tokenizer.decode(run.data.validation[:12], skip_special_tokens=True)
         for text in generate(model, tokenizer, prompt, max_new_tokens=60, temperature=0.8, seed=1):
             print(f"\nsample, from held-out text on:\n{prompt}|{text}")
         print(

@@ -26,7 +26,9 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import subproc
 FORK = "fork"  # in place of sys.executable
 LAUNCHERS = ["accelerate.commands.launch", "torch.distributed.run"]
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload([*LAUNCHERS, "hfgpt.cli", "hfgpt.generation", "hfgpt.trainer", "hfgpt.modeling_hfgpt"])
+FORKS.set_forkserver_preload(
+    [*LAUNCHERS, "hfgpt.cli", "hfgpt.evaluation.generate", "hfgpt.training.pretrainer", "hfgpt.model.modeling_gpt2"]
+)
 
 
 class Forked:

@@ -15,6 +15,9 @@ from forked import FORK, Forked
 from transformers import TrainerCallback
 
 from hfgpt import Pretrainer
+from hfgpt.distributed.stop_signals import StopSignals
+from hfgpt.training.setup import TrainingRun, prepare
+from hfgpt.training.step import StepResult
 
 ROOT, NOWHERE = Path(__file__).parent.parent, Path(os.devnull)
 CPU = str(ROOT / "accelerate_configs" / "cpu.yaml")
@@ -28,6 +31,11 @@ TINY += ["--eval_steps", "0", "--logging_steps", "1", "--mfu_peak_tflops", "1"]
 
 
 MODEL = {"n_layer": 2, "n_head": 2, "n_embd": 32, "n_positions": 32}
+# Of runs whose processes are several or one.
+DISTRIBUTED = ["--model", json.dumps(MODEL), "--tokenizer", "bpe-300", "--streaming", "true", "--sequence_length", "16"]
+DISTRIBUTED += ["--tokens_per_step", "256", "--max_steps", "6", "--learning_rate", "1e-2", "--warmup_steps", "2"]
+DISTRIBUTED += ["--mixed_precision", "no", "--torch_compile", "false", "--logging_steps", "1", "--eval_steps", "3"]
+DISTRIBUTED += ["--eval_tokens", "300", "--save_steps", "2", "--mfu_peak_tflops", "1"]
 
 
 class StopAt(TrainerCallback):
@@ -41,23 +49,57 @@ class StopAt(TrainerCallback):
             raise KeyboardInterrupt
 
 
-def trained(config, *callbacks) -> Pretrainer:
+class PoisonMicroBatch(TrainerCallback):
+    """Makes the loss of one micro-batch of a step not a number, on one process."""
+
+    def __init__(self, step, micro_batch, rank=0):
+        self.step, self.micro_batch, self.rank, self.seen = step, micro_batch, rank, -1
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        def poison(module, arguments, output):
+            self.seen += 1
+            if (self.now, self.seen, int(os.environ.get("RANK", "0"))) == (self.step, self.micro_batch, self.rank):
+                output.loss = output.loss * float("nan")
+            return output
+
+        model.register_forward_hook(poison)
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self.now, self.seen = state.global_step + 1, -1
+
+
+def prepared(config, *callbacks) -> TrainingRun:
+    """A run before its first step."""
+    return prepare(config, callbacks, StopSignals())
+
+
+def first_step(run: TrainingRun) -> StepResult:
+    """That of `run`, on its own text."""
+    return run.step(*run.step.to_tensors(next(run.batches).blocks), 1)
+
+
+def trained(config, *callbacks) -> TrainingRun:
+    """A run after its last step."""
     pretrainer = Pretrainer(config, callbacks)
     pretrainer.train()
-    return pretrainer
+    return pretrainer.run
 
 
-def records(pretrainer, key="loss") -> list[dict]:
-    lines = [json.loads(line) for line in pretrainer.run.metrics.read_text().splitlines()]
+def records(run: TrainingRun, key="loss") -> list[dict]:
+    lines = [json.loads(line) for line in run.folder.metrics.read_text().splitlines()]
     return [line for line in lines if key in line]
 
 
-def hashes(pretrainer) -> list[str]:
-    return [json.loads(line)["batch_hash"] for line in pretrainer.run.ledger.read_text().splitlines()]
+def lines(folder, key="loss"):
+    return [line for line in map(json.loads, (folder / "metrics.jsonl").open()) if key in line]
 
 
-def same_weights(one, other) -> bool:
-    ours, theirs = one.raw_model.state_dict(), other.raw_model.state_dict()
+def hashes(run: TrainingRun) -> list[str]:
+    return [json.loads(line)["batch_hash"] for line in run.folder.ledger.read_text().splitlines()]
+
+
+def same_weights(one: TrainingRun, other: TrainingRun) -> bool:
+    ours, theirs = one.step.model.state_dict(), other.step.model.state_dict()
     return all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 

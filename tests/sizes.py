@@ -14,10 +14,10 @@ ROOT = Path(__file__).resolve().parent.parent
 # What a newcomer reads to know how training works, from the command to `loss.backward()`.
 READING_PATH = (
     "recipes/fineweb_125m.py",
-    "hfgpt/trainer.py",
-    "hfgpt/prepared.py",
-    "hfgpt/step.py",
-    "hfgpt/modeling_hfgpt.py",
+    "hfgpt/training/pretrainer.py",
+    "hfgpt/training/setup.py",
+    "hfgpt/training/step.py",
+    "hfgpt/model/modeling_gpt2.py",
 )
 
 

@@ -8,9 +8,9 @@ import pytest
 import yaml
 
 from hfgpt.config import Batch, PretrainConfig
-from hfgpt.configuration_hfgpt import model_config
 from hfgpt.errors import UserError
-from hfgpt.optim import LearningRate
+from hfgpt.model.configuration_gpt2 import model_config
+from hfgpt.training.lr_schedule import LearningRate
 
 SMALL = {"model": "char-cpu", "sequence_length": 64, "max_steps": 10}
 

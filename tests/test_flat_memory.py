@@ -11,12 +11,12 @@ from accelerate import Accelerator
 from running import trained
 from transformers import TrainerCallback
 
-from hfgpt.configuration_hfgpt import model_config
-from hfgpt.device import keep_freed_memory
-from hfgpt.evaluation import summed_nll, windows
-from hfgpt.generation import continued
-from hfgpt.modeling_hfgpt import HEAD_CHUNK_SIZE, GPT2LMHeadModel
-from hfgpt.scoring import SummedLoss
+from hfgpt.distributed.device import keep_freed_memory
+from hfgpt.evaluation.evaluate import SummedLoss
+from hfgpt.evaluation.generate import continued
+from hfgpt.evaluation.loss import summed_nll, windows
+from hfgpt.model.configuration_gpt2 import model_config
+from hfgpt.model.modeling_gpt2 import HEAD_CHUNK_SIZE, GPT2LMHeadModel
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads Linux's account of the process")
 

@@ -25,7 +25,7 @@ from nanogpt_like import random_state, write_checkpoint
 from running import MODEL
 
 from hfgpt import PretrainConfig, Pretrainer, cli
-from hfgpt.checkpoint import file_facts
+from hfgpt.checkpointing.checkpoint import file_facts
 from hfgpt.errors import RunError, UserError
 
 TRIES = int(os.environ.get("HFGPT_FUZZ_TRIES", "0"))
@@ -450,9 +450,9 @@ def a_command_ends(sound: Path, faults: Faults, monkeypatch, what) -> None:
 
 
 def test_commands_end_in_one_line(sound, monkeypatch):
-    monkeypatch.setattr("hfgpt.verify.subprocess.run", in_this_process)
+    monkeypatch.setattr("hfgpt.hub.verify.subprocess.run", in_this_process)
     monkeypatch.setattr("sys.stdin", io.StringIO("text"))
-    monkeypatch.setattr("hfgpt.hub.check_access", lambda repository: "no token")
+    monkeypatch.setattr("hfgpt.hub.push.check_access", lambda repository: "no token")
     faults = Faults()
     a_command_ends(sound, faults, monkeypatch)
     assert not faults, f"\n{faults}"

@@ -11,9 +11,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from running import FORKED_TWO, Run, StopAt, records, trained
+from running import FORKED_TWO, Run, StopAt, prepared, records, trained
 
-from hfgpt import PretrainConfig, Pretrainer
+from hfgpt import PretrainConfig
 from hfgpt.data import prepare_data
 from hfgpt.data.stream import batch_hash, iterate, side_by_side
 
@@ -102,10 +102,9 @@ def test_a_run_cut_in_the_middle_keeps_its_learning_rates_when_it_goes_on_for_lo
 
 
 def test_the_separator_is_a_target_like_any_token(config, document_folder):  # C26
-    pretrainer = Pretrainer(config(dataset=str(document_folder), tokenizer="bpe-300"))
-    pretrainer.setup()
-    ids, targets = pretrainer.to_tensors(next(pretrainer.batches).blocks)
-    tokenizer = pretrainer.data.tokenizer
+    run = prepared(config(dataset=str(document_folder), tokenizer="bpe-300"))
+    ids, targets = run.step.to_tensors(next(run.batches).blocks)
+    tokenizer = run.data.tokenizer
     assert tokenizer.pad_token_id == tokenizer.eos_token_id and (targets == tokenizer.eos_token_id).any()
     assert targets.min() >= 0 and torch.equal(targets[:, :-1], ids[:, 1:])
 

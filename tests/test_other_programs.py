@@ -19,9 +19,9 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrai
 from transformers import GPT2LMHeadModel as StockGPT2
 
 from hfgpt.data.tokenization import load_tokenizer, save_tokenizer
-from hfgpt.exchange import export
-from hfgpt.modeling_hfgpt import GPT2LMHeadModel, new_model
-from hfgpt.verify import verify
+from hfgpt.hub.import_export import export
+from hfgpt.hub.verify import verify
+from hfgpt.model.modeling_gpt2 import GPT2LMHeadModel, new_model
 
 HERE = Path(__file__).parent
 OLD = HERE / "data" / "prefixed_names"  # a checkpoint whose parameters begin with `transformer.`

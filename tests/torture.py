@@ -26,9 +26,11 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
-from hfgpt import PretrainConfig, Pretrainer, callbacks, checkpoint, run_folder
-from hfgpt.flops import Peak
-from hfgpt.run_folder import LATEST, RunFolder
+from hfgpt import PretrainConfig, Pretrainer
+from hfgpt.checkpointing import checkpoint, run_folder
+from hfgpt.checkpointing.run_folder import LATEST, RunFolder
+from hfgpt.distributed.device_peaks import Peak
+from hfgpt.training import callbacks
 
 MAX_STEPS, SAVE_STEPS, EVAL_STEPS = 45, 3, 4
 # Where a process is, as it says in memory shared with its parent: what it trains, and what its saver does.

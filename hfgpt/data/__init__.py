@@ -20,7 +20,6 @@ import xxhash
 from transformers import PreTrainedTokenizerFast
 
 from hfgpt.config import AUTO, PretrainConfig
-from hfgpt.configuration_hfgpt import model_fields
 from hfgpt.data.encoding import LOSSES, Document, Encoder, make_repeatable
 from hfgpt.data.formats import file_kind
 from hfgpt.data.local_files import local_files, no_such
@@ -30,6 +29,7 @@ from hfgpt.data.sources import IN_MEMORY_BYTES, Source, Unit, Unusable, open_sou
 from hfgpt.data.stream import DocumentStream, MemoryBlocks, Stream
 from hfgpt.data.tokenization import has_tokenizer, load_tokenizer
 from hfgpt.errors import UserError
+from hfgpt.model.configuration_gpt2 import model_fields
 
 CHARACTER_SCAN_BYTES = 256 * 2**20
 # A tenth of a text is held out, of a large one that is streamed no more characters than these.

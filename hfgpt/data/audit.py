@@ -9,14 +9,14 @@ from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
+from hfgpt.checkpointing.run_folder import RunFolder, is_count
 from hfgpt.config import PretrainConfig
-from hfgpt.convert import shown
 from hfgpt.data import TextData, prepare_again
 from hfgpt.data.sources import text_hash
 from hfgpt.data.stream import DocumentStream, Origin, StepBatch, batch_hash, iterate
 from hfgpt.errors import UserError
+from hfgpt.field_types import shown
 from hfgpt.files import read_text_file
-from hfgpt.run_folder import RunFolder, is_count
 
 
 def audit(folder: str | Path) -> dict[str, Any]:

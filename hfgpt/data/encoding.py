@@ -15,9 +15,9 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from hfgpt.configuration_hfgpt import model_rows
 from hfgpt.data.fast_encoding import LONGEST_TEXT, fast_encoding
 from hfgpt.errors import UserError
+from hfgpt.model.configuration_gpt2 import model_rows
 
 # What a document loses in a tokenizer, in the words under which it is counted.
 LOSSES = ("unknown_tokens", "unknown_tokens_left_out", "dropped_bytes", "dropped_characters", "changed_documents")

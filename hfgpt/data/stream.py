@@ -29,9 +29,9 @@ from hfgpt.data.encoding import Encoder
 from hfgpt.data.permutation import hash_of, hashes, permutation
 from hfgpt.data.remote import take_events
 from hfgpt.data.sources import IN_MEMORY_BYTES, Source, Unit, Unusable
+from hfgpt.distributed.launcher import at_parents_end
+from hfgpt.distributed.stop_signals import stop_signals
 from hfgpt.errors import RunError, UserError
-from hfgpt.launched import at_parents_end
-from hfgpt.signals import stop_signals
 
 MAX_STREAMS = 96
 PARTS_PER_STREAM = 8

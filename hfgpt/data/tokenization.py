@@ -14,10 +14,10 @@ from typing import Any
 from tokenizers import ByteLevelBPETokenizer, Tokenizer, decoders, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from hfgpt.configuration_hfgpt import model_rows, special_ids
 from hfgpt.data.encoding import make_repeatable
 from hfgpt.data.remote import quiet_hub
 from hfgpt.errors import UserError
+from hfgpt.model.configuration_gpt2 import model_rows, special_ids
 
 # Parallel encoding in this process would make every later fork warn, and could hang the child.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

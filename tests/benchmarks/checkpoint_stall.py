@@ -18,9 +18,12 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 from side_by_side import at_least_one, keep, machine
 from transformers import TrainerCallback
 
-from hfgpt import PretrainConfig, Pretrainer, checkpoint
-from hfgpt.device import default_device, device_name, synchronize
-from hfgpt.flops import parameter_counts
+from hfgpt import PretrainConfig, Pretrainer
+from hfgpt.checkpointing import checkpoint, saver
+from hfgpt.distributed.device import default_device, device_name, synchronize
+from hfgpt.model.flops import parameter_counts
+from hfgpt.training import pretrainer, saving
+from hfgpt.training.setup import TrainingRun
 
 WARM_UP_STEPS = 2
 QUIET_STEPS = 3  # before each save, with nothing being written
@@ -29,27 +32,28 @@ STEP_BESIDE, WRITE = "step while it is written", "write in the background"
 BLOCKING, STEP_WITH_BLOCKING = "blocking: save() and the write", "blocking: step with the save"
 
 
-class TimedPretrainer(Pretrainer):
-    """Saves as its callback asks, and keeps the seconds of each save and each write."""
+class Times:
+    """Saves and writes in place of the loop's own functions, and keeps the seconds of each."""
 
-    def __init__(self, config: PretrainConfig, rounds: int) -> None:
+    def __init__(self) -> None:
         self.seconds: dict[str, list[float]] = {
             name: [] for name in (STEP, STALL, STEP_WITH_SAVE, STEP_BESIDE, WRITE, BLOCKING, STEP_WITH_BLOCKING)
         }
         self.blocking, self.writing, self.bytes = False, False, 0
-        super().__init__(config, [Rounds(self, rounds)])
+        self.device = default_device()
 
-    def save(self, at_end: bool = False) -> None:
+    def save(self, run: TrainingRun, at_end: bool = False) -> None:
+        """`saving.save`, timed."""
         start = self.now()
-        super().save(at_end)
+        saving.save(run, at_end)
         if self.blocking:
-            self.note_saved(wait=True)
+            saving.note_saved(run, wait=True)
         self.seconds[BLOCKING if self.blocking else STALL].append(self.now() - start)
 
     def write(self, *args) -> Path:
         """`checkpoint.write_checkpoint`, timed."""
         self.writing, start = True, time.perf_counter()
-        folder = write_checkpoint(*args)
+        folder = checkpoint.write_checkpoint(*args)
         if not self.blocking:
             self.seconds[WRITE].append(time.perf_counter() - start)
         self.bytes = sum(path.stat().st_size for path in folder.rglob("*"))
@@ -57,7 +61,7 @@ class TimedPretrainer(Pretrainer):
         return folder
 
     def now(self) -> float:
-        synchronize(self.accelerator.device)
+        synchronize(self.device)
         return time.perf_counter()
 
 
@@ -66,29 +70,26 @@ class Rounds(TrainerCallback):
     of the last step, so that none is made at the end.
     """
 
-    def __init__(self, pretrainer: TimedPretrainer, rounds: int) -> None:
-        self.pretrainer, self.left, self.quiet = pretrainer, 2 * rounds, 0
+    def __init__(self, times: Times, rounds: int) -> None:
+        self.times, self.left, self.quiet = times, 2 * rounds, 0
         self.began, self.kind = 0.0, STEP
 
     def on_step_begin(self, args, state, control, **kwargs):
         self.on_train_end(args, state, control)
-        self.began, self.kind = self.pretrainer.now(), STEP_BESIDE if self.pretrainer.writing else STEP
+        self.began, self.kind = self.times.now(), STEP_BESIDE if self.times.writing else STEP
 
     def on_step_end(self, args, state, control, **kwargs):
         self.quiet = self.quiet + 1 if self.kind == STEP else 0
         if self.quiet <= QUIET_STEPS or state.global_step <= WARM_UP_STEPS + QUIET_STEPS:
             return
         control.should_save, control.should_training_stop = True, self.left == 1
-        self.pretrainer.blocking = self.left % 2 == 1
-        self.kind = STEP_WITH_BLOCKING if self.pretrainer.blocking else STEP_WITH_SAVE
+        self.times.blocking = self.left % 2 == 1
+        self.kind = STEP_WITH_BLOCKING if self.times.blocking else STEP_WITH_SAVE
         self.left, self.quiet = self.left - 1, 0
 
     def on_train_end(self, args, state, control, **kwargs):
         if state.global_step > WARM_UP_STEPS:
-            self.pretrainer.seconds[self.kind].append(self.pretrainer.now() - self.began)
-
-
-write_checkpoint = checkpoint.write_checkpoint
+            self.times.seconds[self.kind].append(self.times.now() - self.began)
 
 
 def main() -> None:
@@ -101,24 +102,25 @@ def main() -> None:
         defaults |= {"save_steps": 0, "eval_steps": 0, "logging_steps": 100_000, "save_total_limit": 1}
         defaults |= {"sequence_length": 256 if small else 1024, "per_device_train_batch_size": 4 if small else 16}
         defaults |= {"gradient_accumulation_steps": 1 if small else 32, "torch_compile": not small}
-        pretrainer = TimedPretrainer(PretrainConfig.from_cli(defaults, settings), options.rounds)
-        checkpoint.write_checkpoint = pretrainer.write
-        pretrainer.train()
-    report(pretrainer)
-    keep("checkpoint_stall", facts, {"seconds": pretrainer.seconds, "bytes": pretrainer.bytes})
+        times = Times()
+        training = Pretrainer(PretrainConfig.from_cli(defaults, settings), [Rounds(times, options.rounds)])
+        pretrainer.save, saver.write_checkpoint = times.save, times.write
+        training.train()
+    report(times, training.run)
+    keep("checkpoint_stall", facts, {"seconds": times.seconds, "bytes": times.bytes})
 
 
-def report(pretrainer: TimedPretrainer) -> None:
-    parameters, device = parameter_counts(pretrainer.raw_model.config).total, pretrainer.accelerator.device
-    print(f"{parameters:,} parameters, {pretrainer.bytes / 1e9:.2f} GB a checkpoint, on {device_name(device)}")
-    step = statistics.median(pretrainer.seconds[STEP])
-    for name, found in pretrainer.seconds.items():
+def report(times: Times, run: TrainingRun) -> None:
+    parameters, device = parameter_counts(run.step.model.config).total, device_name(times.device)
+    print(f"{parameters:,} parameters, {times.bytes / 1e9:.2f} GB a checkpoint, on {device}")
+    step = statistics.median(times.seconds[STEP])
+    for name, found in times.seconds.items():
         spread = f"{min(found):.2f} to {max(found):.2f}, {len(found)} times" if found else "never"
         middle = statistics.median(found) if found else float("nan")
         print(f"{name:30} {middle:6.2f} s = {middle / step:5.2f} steps ({spread})")
     for kind, names in (("beside training", (STEP_WITH_SAVE, STEP_BESIDE)), ("blocking", (STEP_WITH_BLOCKING,))):
-        lost = sum(seconds - step for name in names for seconds in pretrainer.seconds[name])
-        print(f"a save {kind} costs {lost / len(pretrainer.seconds[names[0]]) / step:.2f} steps in all")
+        lost = sum(seconds - step for name in names for seconds in times.seconds[name])
+        print(f"a save {kind} costs {lost / len(times.seconds[names[0]]) / step:.2f} steps in all")
 
 
 if __name__ == "__main__":

@@ -21,8 +21,8 @@ FORMS = (PLAIN, "ours, compiled, bf16", "ours, compiled, float32", "ours, chunks
 def measure(form: str) -> dict[str, float]:
     import torch
 
-    from hfgpt.device import default_device, peak_memory_bytes, reset_peak_memory, synchronize
-    from hfgpt.modeling_hfgpt import HEAD_CHUNK_SIZE, head_loss
+    from hfgpt.distributed.device import default_device, peak_memory_bytes, reset_peak_memory, synchronize
+    from hfgpt.model.modeling_gpt2 import HEAD_CHUNK_SIZE, head_loss
 
     device = default_device()
     x_NC = torch.randn(N, C, device=device, requires_grad=True)

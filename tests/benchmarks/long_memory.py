@@ -28,7 +28,7 @@ def model_folder(folder: Path) -> Path:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    from hfgpt.modeling_hfgpt import new_model
+    from hfgpt.model.modeling_gpt2 import new_model
 
     entries = {"<|endoftext|>": 0} | {str(number): number for number in range(1, 50_257)}
     plain = Tokenizer(models.WordLevel(entries, unk_token="<|endoftext|>"))

@@ -59,10 +59,10 @@ def worker(fields: dict[str, int], options: dict[str, Any]) -> None:
     from transformers import GPT2Config
 
     from hfgpt import PretrainConfig
-    from hfgpt.device import default_device, peak_memory_bytes
-    from hfgpt.distributed import shared_model
-    from hfgpt.modeling_hfgpt import HEAD_CHUNK_SIZE, GPT2LMHeadModel
-    from hfgpt.optim import build_optimizer
+    from hfgpt.distributed.device import default_device, peak_memory_bytes
+    from hfgpt.distributed.fsdp2 import shared_model
+    from hfgpt.model.modeling_gpt2 import HEAD_CHUNK_SIZE, GPT2LMHeadModel
+    from hfgpt.training.optimizer import build_optimizer
 
     device, precision = default_device(), options.get("precision", "no")
     accelerator = Accelerator(cpu=device.type == "cpu", mixed_precision=precision)
@@ -119,8 +119,8 @@ def resident_bytes() -> int:
 def predicted(fields: dict[str, int], options: dict[str, Any]) -> Any:
     from transformers import GPT2Config
 
-    from hfgpt.device import default_device
-    from hfgpt.memory import Setting, training_memory
+    from hfgpt.distributed.device import default_device
+    from hfgpt.model.memory import Setting, training_memory
 
     config = GPT2Config(**fields, **NO_DROPOUT, bos_token_id=None, eos_token_id=None)
     setting = Setting(sequence_length=fields["n_positions"], accumulation=2, device=default_device().type, **options)
@@ -135,7 +135,7 @@ def main() -> None:
     if arguments.worker:
         worker(*json.loads(arguments.worker))
         return
-    from hfgpt.device import default_device
+    from hfgpt.distributed.device import default_device
 
     settings = ON_CARD if default_device().type == "cuda" else ON_CPU
     print(f"{'setting':<36} {'predicted MiB':>14} {'measured MiB':>14} {'ratio':>7}")

@@ -33,56 +33,60 @@ def worker(rounds: int, flags: list[str]) -> None:
     import torch
     from torch.nn.parallel import DistributedDataParallel
 
-    from hfgpt import PretrainConfig, Pretrainer
-    from hfgpt.device import device_name, synchronize
-    from hfgpt.optim import build_optimizer
+    from hfgpt import PretrainConfig
+    from hfgpt.distributed.device import device_name, synchronize
+    from hfgpt.distributed.stop_signals import StopSignals
+    from hfgpt.training import pretrainer
+    from hfgpt.training.optimizer import build_optimizer
+    from hfgpt.training.setup import prepare
 
     with tempfile.TemporaryDirectory() as folder:
         steps = str(STEPS * rounds + 1)
         config = PretrainConfig.from_cli(argv=[*FLAGS, "--output_dir", folder, "--max_steps", steps, *flags])
-        ours = Pretrainer(config)
-        ours.setup()
-        device, world = ours.accelerator.device, ours.accelerator.num_processes
-        model = copy.deepcopy(ours.raw_model)
+        ours = prepare(config, (), StopSignals())
+        take, accelerator, world = ours.step, ours.machine.accelerator, ours.machine.ranks.world
+        device, model = accelerator.device, copy.deepcopy(take.model)
         optimizer = build_optimizer(model, config)
         bare = DistributedDataParallel(model) if world > 1 else model
         seconds: dict[str, list[float]] = {"ours": [], "bare": []}
-        mine, _ = ours.next_batch()
-        ids, labels = ours.to_tensors(mine.blocks)
-        micro = list(zip(ids.split(ours.batch.micro_batch), labels.split(ours.batch.micro_batch), strict=True))
+        own, _ = pretrainer.next_batch(ours)
+        ids, labels = take.to_tensors(own.blocks)
+        micro = list(zip(ids.split(take.batch.micro_batch), labels.split(take.batch.micro_batch), strict=True))
 
         def our_step() -> None:
-            share, whole = ours.next_batch()
-            ours.control = ours.handler.on_step_begin(ours.args, ours.state, ours.control)
-            tensors = ours.to_tensors(share.blocks)
-            ours.after_step(whole, ours.training_step(*tensors, step=ours.state.global_step + 1))
+            share, whole = pretrainer.next_batch(ours)
+            ours.callbacks.call("on_step_begin")
+            result = take(*take.to_tensors(share.blocks), ours.progress.step + 1)
+            pretrainer.advance(ours, whole, result)
+            if ours.callbacks.control.should_log:
+                pretrainer.log(ours)
 
         def bare_step() -> None:
             for index, (inputs, targets) in enumerate(micro, start=1):
                 waits = index < len(micro) and world > 1
-                with bare.no_sync() if waits else nullcontext(), ours.accelerator.autocast():
+                with bare.no_sync() if waits else nullcontext(), accelerator.autocast():
                     loss = bare(input_ids=inputs, shift_labels=targets, num_items_in_batch=ids.numel()).loss
                     loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
 
-        with closing(ours.run), ours.saver, closing(ours.batches):
-            ours.start_run()
+        with closing(ours.folder), ours.saver, closing(ours.batches):
+            pretrainer.start(ours)
             for turn in range(rounds):
                 for name, step in (("ours", our_step), ("bare", bare_step)):
                     for _ in range(STEPS if turn or name == "bare" else STEPS - 1):
                         synchronize(device)
-                        ours.accelerator.wait_for_everyone()
+                        accelerator.wait_for_everyone()
                         start = time.perf_counter()
                         step()
                         synchronize(device)
                         if turn:  # the first one warms up
                             seconds[name].append(time.perf_counter() - start)
-        if ours.accelerator.is_main_process:
+        if ours.is_main:
             facts = {name: statistics.median(values) for name, values in seconds.items()}
-            print("RESULT", json.dumps({**facts, "device": device_name(device), "step": str(ours.batch)}), flush=True)
-        ours.accelerator.end_training()
+            print("RESULT", json.dumps({**facts, "device": device_name(device), "step": str(take.batch)}), flush=True)
+        accelerator.end_training()
 
 
 def main() -> None:

@@ -141,7 +141,7 @@ def machine(threads: int | None = None) -> dict[str, Any]:
     """Device, versions, threads and load, as they stand in every result."""
     import torch
 
-    from hfgpt.device import available_cores, default_device, device_name
+    from hfgpt.distributed.device import available_cores, default_device, device_name
 
     packages = ("torch", "transformers", "accelerate")
     return {

@@ -40,7 +40,7 @@ def run(dataset: str, steps: int, seed: int, folder: str) -> dict[str, float]:
     )
     pretrainer, start = Pretrainer(config), time.perf_counter()
     loss = pretrainer.train()["eval_loss"]
-    trained = pretrainer.mfu_callback.total_seconds
+    trained = pretrainer.run.progress.wall_seconds
     return {"eval_loss": loss, "training_seconds": trained, "all_seconds": time.perf_counter() - start}
 
 

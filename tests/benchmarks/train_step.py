@@ -192,13 +192,13 @@ ON_CARD = [OURS, "bare loop bf16", "nanoGPT", "Trainer bf16 torch_compile"]
 
 
 def device() -> Any:
-    from hfgpt.device import default_device
+    from hfgpt.distributed.device import default_device
 
     return default_device()
 
 
 def stock_config(case: dict[str, Any]) -> Any:
-    from hfgpt.configuration_hfgpt import model_config
+    from hfgpt.model.configuration_gpt2 import model_config
 
     config = model_config(case["model"], vocab_size=case["vocabulary"], bos_token_id=0, eos_token_id=0)
     config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.0
@@ -218,7 +218,7 @@ def random_tokens(case: dict[str, Any]) -> Any:
 
 
 def flops_per_token(case: dict[str, Any]) -> float:
-    from hfgpt.flops import training_flops_per_token
+    from hfgpt.model.flops import training_flops_per_token
 
     return training_flops_per_token(stock_config(case), case["T"])
 
@@ -228,7 +228,7 @@ def candidate(name: str, case: str, changes: list[str], folder: str, threads: in
     gate = Gate()
     import torch
 
-    from hfgpt.device import available_cores
+    from hfgpt.distributed.device import available_cores
 
     torch.set_num_threads(threads or available_cores())
     values = {
@@ -267,7 +267,7 @@ def on_cpu(case: str, folder: str, options: Any) -> dict[str, Any]:
 
 def on_card(folder: str, options: Any) -> dict[str, Any]:
     """124M at T = 1,024, the micro-batches in the order of their interest, as far as the time goes."""
-    from hfgpt.flops import device_peak
+    from hfgpt.distributed.device_peaks import device_peak
 
     case, ends, results = CASES["124m"], time.monotonic() + options.seconds, {}
     write_text(Path(folder), case["vocabulary"])

@@ -9,7 +9,7 @@ import pytest
 from hfgpt.config import PretrainConfig
 from hfgpt.data.audit import audit
 from hfgpt.errors import UserError
-from hfgpt.trainer import Pretrainer
+from hfgpt.training.pretrainer import Pretrainer
 
 
 def trained(folder, dataset, **changes):

@@ -1,0 +1,61 @@
+"""Writes checkpoints beside training."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from hfgpt.checkpointing.checkpoint import write_checkpoint
+from hfgpt.checkpointing.run_folder import RunFolder
+from hfgpt.errors import RunError
+
+
+class Saver:
+    """Writes checkpoints in a thread beside training, one at a time; `start` waits for the one before."""
+
+    def __init__(self, run: RunFolder, keep: int | None, max_failures: int, saved_step: int | None = None) -> None:
+        """saved_step: of the newest checkpoint that there is."""
+        self.run, self.keep, self.max_failures, self.saved_step = run, keep, max_failures, saved_step
+        self.failures = 0
+        self.is_postponed = False  # a checkpoint is due, but the model is not fit for one
+        self._thread: threading.Thread | None = None
+        self._outcome: Path | Exception | None = None
+
+    def __enter__(self) -> Saver:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Whatever ends the run, a checkpoint that was begun is written."""
+        if self._thread is not None:
+            self._thread.join()
+
+    def start(self, step: int, write: Callable[[Path], None], rotate: bool = True) -> None:
+        def work() -> None:
+            try:
+                self._outcome = write_checkpoint(self.run, step, write, self.keep if rotate else None)
+            except Exception as error:
+                self._outcome = error
+
+        assert self._thread is None, "the end of the checkpoint before was not noted"
+        self._thread = threading.Thread(target=work, name=f"checkpoint-{step}")
+        self._thread.start()
+
+    def ended(self, wait: bool = False) -> Path | Exception | None:
+        """What came of the checkpoint started last, told once: its folder, or why it could not be written.
+
+        None where there is none, or it is not done yet and `wait` is false. Raises RunError at the last failure in a
+        row that is allowed.
+        """
+        if self._thread is None or (self._thread.is_alive() and not wait):
+            return None
+        self._thread.join()
+        outcome, self._thread, self._outcome = self._outcome, None, None
+        self.failures = self.failures + 1 if isinstance(outcome, Exception) else 0
+        if self.failures >= self.max_failures:
+            newest = next((path.name for path in self.run.checkpoints()), "none")
+            raise RunError(
+                f"checkpoints could not be written {self.failures} times in a row in {self.run.path} (newest there: "
+                f"{newest}; allowed by max_failed_saves): {outcome}"
+            )
+        return outcome

@@ -1,0 +1,3 @@
+from hfgpt.cli import main
+
+main()

@@ -1,0 +1,154 @@
+"""Model sizes by name. The configuration class is GPT-2's own, so that every checkpoint is a plain GPT-2 folder."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterable
+from typing import Any
+
+from transformers import GPT2Config
+from transformers.activations import ACT2FN
+
+from hfgpt.errors import UserError
+from hfgpt.field_types import NOT_CONVERTIBLE, convert, describe, shown
+
+MOST_HEADS = 2**12  # that a message looks through for those that fit
+_DROPOUTS = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
+_SIZES = ("n_layer", "n_head", "n_embd", "n_positions", "n_inner", "vocab_size")
+_NO_DROPOUT = dict.fromkeys(_DROPOUTS, 0.0)
+_GPT2 = {"n_positions": 1024, **_NO_DROPOUT}
+
+MODEL_SIZES: dict[str, dict[str, Any]] = {
+    "char-cpu": {"n_layer": 4, "n_head": 4, "n_embd": 128, "n_positions": 64, **_NO_DROPOUT},
+    "char-gpu": {"n_layer": 6, "n_head": 6, "n_embd": 384, "n_positions": 256, **dict.fromkeys(_DROPOUTS, 0.2)},
+    "gpt2-40m": {"n_layer": 12, "n_head": 6, "n_embd": 384, **_GPT2},
+    "gpt2-125m": {"n_layer": 12, "n_head": 12, "n_embd": 768, **_GPT2},
+    "gpt2-350m": {"n_layer": 24, "n_head": 16, "n_embd": 1024, **_GPT2},
+    "gpt2-774m": {"n_layer": 36, "n_head": 20, "n_embd": 1280, **_GPT2},
+    "gpt2-1.5b": {"n_layer": 48, "n_head": 25, "n_embd": 1600, **_GPT2},
+}
+
+# What a run may set: the special ids come from the tokenizer, and pretraining has no use for some fields.
+_OTHERS = ("bos_token_id", "eos_token_id", "pad_token_id", "add_cross_attention")
+_TYPES = {
+    key: hint
+    for key, hint in GPT2Config.__annotations__.items()
+    if key not in _OTHERS and not key.startswith("summary_")
+}
+
+
+def _near(word: Any, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(shown(word), known, n=1, cutoff=0.4)
+    return f"did you mean {near[0]}? " if near else ""
+
+
+def model_fields(model: str | dict[str, Any], under: dict[str, Any] = _NO_DROPOUT) -> dict[str, Any]:
+    """GPT2Config fields of `model`: a name of MODEL_SIZES, or fields, which may start from a size: {"size": name}.
+
+    `under`: fields for which `model` states nothing. Raises UserError for an unknown name or field and for sizes that
+    cannot work.
+    """
+    given = {"size": model} if isinstance(model, str) else dict(model)
+    size = given.pop("size", None)
+    if size is not None and not (isinstance(size, str) and size in MODEL_SIZES):
+        where = "model" if isinstance(model, str) else "model.size"
+        near = _near(size, MODEL_SIZES)
+        raise UserError(f"{where}={shown(size)}: no such size; {near}sizes are {', '.join(MODEL_SIZES)}")
+    fields = {**under, **MODEL_SIZES.get(str(size), {}), **given}
+    problems = []
+    for key, value in fields.items():
+        where = f"model.{shown(key)}={shown(value)}"
+        if key not in _TYPES:
+            near = _near(key, _TYPES)
+            problems.append(f"{where}: not a field that can be set; {near}fields are {', '.join(_TYPES)}")
+            continue
+        try:
+            value = fields[key] = convert(value, _TYPES[key])
+        except NOT_CONVERTIBLE:
+            problems.append(f"{where}: must be {describe(_TYPES[key])}")
+            continue
+        if key in ("layer_norm_epsilon", "initializer_range") and not 1e-30 <= value < 1:
+            problems.append(f"{where}: must be above 0 and below 1, in float32 too")
+        if key in _SIZES and value is not None and value < 1:
+            problems.append(f"{where}: must be at least 1")
+        if key in _DROPOUTS and not 0 <= value < 1:
+            problems.append(f"{where}: must be at least 0 and below 1")
+        if key == "activation_function" and value not in ACT2FN:
+            near = _near(value, ACT2FN)
+            problems.append(f"{where}: transformers has no such function; {near}GPT-2's is gelu_new")
+    n_embd, n_head = fields.get("n_embd", 768), fields.get("n_head", 12)
+    if not problems and n_embd % n_head:
+        fits = ", ".join(str(h) for h in range(1, min(n_embd, 2 * n_head, MOST_HEADS) + 1) if n_embd % h == 0)
+        problems.append(f"model.n_embd={n_embd} is not divisible by model.n_head={n_head}; n_head may be {fits}")
+    if problems:
+        raise UserError(*problems)
+    return fields
+
+
+def model_rows(tokenizer: Any) -> int:
+    """Rows that a model needs for a tokenizer: the highest id that it can give, plus one.
+
+    `len(tokenizer)` is less where ids are left out. A post-processor may add ids that no token has.
+    """
+    highest = max(tokenizer.get_vocab().values(), default=0)
+    if processor := getattr(getattr(tokenizer, "backend_tokenizer", None), "post_processor", None):
+        processors = [json.loads(processor.__getstate__())]
+        for processor in processors:
+            processors += processor.get("processors", [])
+            templates = processor.get("special_tokens", {})
+            ids = [i for template in templates.values() for i in template["ids"]]
+            pairs = [processor[key] for key in ("sep", "cls") if key in processor]
+            highest = max([highest, *ids, *(i for _, i in pairs)])
+    return highest + 1
+
+
+def model_config(
+    model: str | dict[str, Any],
+    *,
+    vocab_size: int = 50257,
+    eos_token_id: int | None = None,
+    bos_token_id: int | None = None,
+    pad_token_id: int | None = None,
+) -> GPT2Config:
+    """GPT2Config of `model` (see `model_fields`) for a tokenizer of `vocab_size` rows with these special ids.
+
+    Raises UserError when `model` states another vocab_size than the tokenizer's.
+    """
+    fields = model_fields(model)
+    stated = fields.pop("vocab_size", vocab_size)
+    if stated != vocab_size:
+        why = f"the tokenizer has {vocab_size} entries, and the model gets exactly one row for each"
+        raise UserError(f"model.vocab_size={stated}: {why}; leave vocab_size out")
+    ids = {"bos_token_id": bos_token_id, "eos_token_id": eos_token_id, "pad_token_id": pad_token_id}
+    config = GPT2Config(vocab_size=vocab_size, **fields, **ids)
+    config.n_ctx = config.n_positions  # converters to other formats still read this older name
+    return config
+
+
+def special_ids(tokenizer: Any) -> dict[str, int | None]:
+    """The ids of a tokenizer's bos, eos, pad and unk, as a checkpoint states them.
+
+    Batches need a pad token, CTranslate2 wants bos and unk: where the tokenizer has none, another of these stands for
+    it, as end-of-text does in GPT-2. Nothing stands for an eos, which ends texts, nor for all four (characters): an
+    id more would be a row more, and a token of text that becomes special is left out of decoded text.
+    """
+    bos, eos, pad, unk = (getattr(tokenizer, f"{name}_token_id", None) for name in ("bos", "eos", "pad", "unk"))
+
+    def first(*ids: int | None) -> int | None:
+        return next((i for i in ids if i is not None), None)
+
+    return {
+        "bos_token_id": first(bos, eos),
+        "eos_token_id": eos,
+        "pad_token_id": first(pad, eos, bos, unk),
+        "unk_token_id": first(unk, eos, bos, pad),
+    }
+
+
+def fields_of(config: GPT2Config) -> dict[str, Any]:
+    """The fields from which `model_config` makes `config` again. Raises UserError for values that cannot work.
+
+    The vocabulary is left out: a new model has the rows of its tokenizer.
+    """
+    return model_fields({key: getattr(config, key) for key in _TYPES if key != "vocab_size"})

@@ -1,0 +1,400 @@
+"""Callbacks for the `Pretrainer` and for transformers' own `Trainer`: throughput and MFU, perplexity."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from torch.distributed.tensor import DTensor
+from transformers import TrainerCallback, TrainingArguments
+from transformers.integrations import get_available_reporting_integrations
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+from transformers.trainer_callback import (
+    CallbackHandler,
+    DefaultFlowCallback,
+    EarlyStoppingCallback,
+    ExportableState,
+    ProgressCallback,
+    TrainerControl,
+    TrainerState,
+)
+
+from hfgpt.config import Batch, PretrainConfig
+from hfgpt.distributed.ranks import HostGroup
+from hfgpt.errors import UserError
+from hfgpt.evaluation.loss import perplexity
+from hfgpt.field_types import duration
+from hfgpt.training.mfu import MFUCallback, numbers
+from hfgpt.training.out_of_memory import out_of_memory_named
+from hfgpt.training.progress import Progress
+from hfgpt.training.step import TrainStep
+
+logger = logging.getLogger(__name__)
+
+# What a line of progress shows of a log.
+SHOWN = {
+    "loss": "loss {:.4f}",
+    "eval_loss": "eval loss {:.4f}",
+    "eval_perplexity": "perplexity {:.4g}",
+    "eval_bits_per_byte": "{:.4f} bits per byte",
+    "train_eval_loss": "on training text {:.4f}",
+    "learning_rate": "rate {:.3g}",
+    "grad_norm": "norm {:.3g}",
+    "tokens_per_second": "{:,.0f} tokens/s",
+    "mfu": "MFU {:.1%}",
+    "hfu": "HFU {:.1%}",
+}
+
+
+class PerplexityCallback(TrainerCallback):
+    """Adds `eval_perplexity` = exp(`eval_loss`) to evaluation logs and metrics (`eval_X_...` for a split X).
+
+    It is the perplexity of the text if `eval_loss` is the mean over all tokens. transformers' Trainer
+    averages over rows, which is the same when all rows have equally many targets.
+    """
+
+    def on_log(self, args, state, control, logs=None, **kwargs) -> None:
+        for target in (logs, *state.log_history[-1:]):
+            self.on_evaluate(args, state, control, target)
+
+    def on_evaluate(self, args, state, control, metrics, **kwargs) -> None:
+        for key in [key for key in metrics if key.startswith("eval_") and key.endswith("_loss")]:
+            metrics.setdefault(key.removesuffix("loss") + "perplexity", perplexity(metrics[key]))
+
+
+@dataclass(eq=False)
+class SampleCallback(TrainerCallback):
+    """Prints what the model writes, every `every` steps: one sample of `max_new_tokens` for each of `prompts`.
+
+    The same `seed` each time, so that samples differ by what was learned. `around`: a context to write in, such as
+    `MFUCallback.stopped`; the Pretrainer sets it. Where the processes share the parameters (FSDP2) all write, else the
+    main one alone.
+    """
+
+    every: int
+    prompts: Sequence[str] = ("",)
+    max_new_tokens: int = 100
+    temperature: float = 0.8
+    top_k: int | None = 200
+    top_p: float | None = None
+    seed: int = 1337
+    around: Callable[[], AbstractContextManager[None]] = nullcontext
+
+    def texts(self, model: Any, tokenizer: Any) -> Iterator[str]:
+        """What `hfgpt.evaluation.generate.generate` yields; raises UserError at once for what cannot be."""
+        from hfgpt.evaluation.generate import generate
+
+        draw: dict[str, Any] = {
+            "temperature": self.temperature,
+            "top_k": self.top_k,
+            "top_p": self.top_p,
+            "seed": self.seed,
+        }
+        return generate(model, tokenizer, self.prompts, max_new_tokens=self.max_new_tokens, **draw)
+
+    def on_init_end(self, args, state, control, model=None, processing_class=None, **kwargs) -> None:
+        self.texts(model, processing_class)  # what is wrong with it is told before the first step
+
+    def on_step_end(self, args, state, control, model=None, processing_class=None, **kwargs) -> None:
+        shared = isinstance(next(model.parameters()), DTensor)
+        if state.global_step % self.every or not (shared or state.is_world_process_zero):
+            return
+        fix = "use shorter or fewer prompts, or --sample_steps 0"
+        with self.around(), out_of_memory_named("in sampling", fix):
+            texts = list(self.texts(model, processing_class))
+        if state.is_world_process_zero:
+            for prompt, text in zip(self.prompts, texts, strict=True):
+                print(f"sample at step {state.global_step}: {prompt}{text}", flush=True)
+
+
+def log_line(state: TrainerState, logs: dict[str, Any]) -> str:
+    """A training or evaluation log as one line: `step 50/2000  loss 2.501  ...  ETA 0:03:20`; what is None is left out.
+
+    The estimate covers the steps alone, at the speed of the last ones.
+    """
+    left = (state.max_steps - state.global_step) * (logs.get("step_seconds") or 0)
+    shown = {key: template.format(logs[key]) for key, template in SHOWN.items() if logs.get(key) is not None}
+    if logs.get("memory_bytes"):
+        shown["memory"] = f"{logs['memory_bytes'] / 2**30:.3g} GiB"
+    if left:
+        shown["eta"] = f"ETA {duration(left)}"
+    width = len(str(state.max_steps))
+    return "  ".join([f"step {state.global_step:{width}}/{state.max_steps}", *shown.values()])
+
+
+class LogLineCallback(TrainerCallback):
+    """Each log as one plain line, for output that goes to a file."""
+
+    def on_log(self, args, state, control, logs=None, **kwargs) -> None:
+        if state.is_world_process_zero:
+            print(log_line(state, logs), flush=True)
+
+
+class ProgressLineCallback(ProgressCallback):
+    """transformers' progress bar, and above it each log as one line."""
+
+    def on_log(self, args, state, control, logs=None, **kwargs) -> None:
+        if state.is_world_process_zero and self.training_bar is not None:
+            self.training_bar.write(log_line(state, logs))
+
+
+class CallbackArguments(TrainingArguments):
+    """The `TrainingArguments` that callbacks read, for a run that Accelerate has been started for.
+
+    transformers' own would start Accelerate again, for the devices that it would choose. What trackers keep of them as
+    the settings of the run are those of its `PretrainConfig`.
+    """
+
+    config: PretrainConfig | None = None
+
+    def __post_init__(self) -> None:
+        self.distributed_state = PartialState()
+        self._n_gpu = int(self.device.type != "cpu")
+        super().__post_init__()
+
+    @property
+    def _setup_devices(self) -> torch.device:
+        return self.distributed_state.device
+
+    def to_dict(self) -> dict[str, Any]:
+        return super().to_dict() if self.config is None else self.config.to_dict()
+
+
+# Settings that have one name and one meaning here and in TrainingArguments.
+_SHARED = (
+    "seed", "learning_rate", "lr_scheduler_type", "warmup_steps", "weight_decay", "adam_beta1",
+    "adam_beta2", "adam_epsilon", "max_grad_norm", "logging_steps", "eval_steps", "save_steps", "save_total_limit",
+    "dataloader_num_workers", "push_to_hub", "hub_model_id", "hub_private_repo",
+)  # fmt: skip
+
+
+def callback_arguments(
+    config: PretrainConfig, batch: Batch, max_steps: int, precision: str, compiled: bool, resumed_from: Path | None
+) -> CallbackArguments:
+    """What callbacks read of the run as it was settled before its first step."""
+    args = CallbackArguments(
+        **{name: getattr(config, name) for name in _SHARED},
+        output_dir=os.path.abspath(config.output_dir),  # trackers warn about one that is called as the run is
+        run_name=config.run_name or Path(config.output_dir).name,
+        max_steps=max_steps,
+        num_train_epochs=config.num_train_epochs or 1,
+        per_device_train_batch_size=batch.micro_batch,
+        per_device_eval_batch_size=config.per_device_eval_batch_size or batch.micro_batch,
+        gradient_accumulation_steps=batch.accumulation,
+        ddp_timeout=round(config.ddp_timeout),
+        logging_strategy="steps",
+        logging_first_step=True,
+        eval_strategy="steps" if config.eval_steps else "no",
+        save_strategy="steps",
+        metric_for_best_model="eval_loss",
+        greater_is_better=False,
+        include_num_input_tokens_seen="all",
+        resume_from_checkpoint=str(resumed_from) if resumed_from else None,
+        report_to=tracker_names(config.report_to) or "none",
+        use_cpu=PartialState().device.type == "cpu",
+    )
+    # Set late: on the way in, some would change torch's settings, or be refused for a device they were chosen for.
+    args.bf16, args.fp16, args.torch_compile = precision == "bf16", precision == "fp16", compiled
+    args.gradient_checkpointing = args.activation_checkpointing = config.gradient_checkpointing
+    args.config = config
+    return args
+
+
+def wanted_callbacks(config: PretrainConfig) -> list[TrainerCallback]:
+    """Those that settings ask for."""
+    wanted: list[TrainerCallback] = []
+    if config.sample_steps:
+        wanted.append(SampleCallback(config.sample_steps, [config.sample_prompt or ""]))
+    if config.early_stopping_patience:
+        wanted.append(EarlyStoppingCallback(config.early_stopping_patience))
+    return wanted
+
+
+def callback_states(callbacks: list[TrainerCallback]) -> dict[str, list[dict[str, Any]]]:
+    """What callbacks have counted so far, by the name of their class; of several of one class in their order."""
+    states: dict[str, list[dict[str, Any]]] = {}
+    for one in callbacks:
+        if isinstance(one, ExportableState):
+            state = one.state()
+            states.setdefault(type(one).__name__, []).append(
+                {"args": _as_text(state["args"]), "attributes": state["attributes"]}
+            )
+    return states
+
+
+def restore_callbacks(callbacks: list[TrainerCallback], states: dict[str, Any]) -> None:
+    """Give each callback what it had counted: of one class first those with the arguments they had, then in order."""
+    for name, saved in states.items():
+        left = [{"attributes": saved}] if isinstance(saved, dict) else list(saved)  # a dict: of an older checkpoint
+        waiting = [one for one in callbacks if isinstance(one, ExportableState) and type(one).__name__ == name]
+        for with_same_arguments in (True, False):
+            for one in list(waiting):
+                args = _as_text(one.state()["args"])
+                found = [state for state in left if not with_same_arguments or state.get("args") == args]
+                for state in found[:1]:
+                    for key, value in state["attributes"].items():
+                        setattr(one, key, value)
+                    left.remove(state)
+                    waiting.remove(one)
+
+
+def _as_text(args: Any) -> str:
+    return json.dumps(args, sort_keys=True, default=str)
+
+
+def tracker_names(report_to: str) -> list[str]:
+    """The trackers in `report_to`, each once; for "all" those that are installed."""
+    names = dict.fromkeys(name.strip() for name in report_to.split(","))
+    if "all" in names:
+        names |= dict.fromkeys(get_available_reporting_integrations())
+    return [name for name in names if name not in ("", "none", "all")]
+
+
+TRACKER_EXTRAS = ("tensorboard", "wandb", "trackio", "mlflow")
+# Of the others: modules, one of which must be there, and the package, where they are not called as the tracker is.
+_MODULES = {
+    "tensorboard": ("tensorboard", "tensorboardX"),
+    "azure_ml": ("azureml",),
+    "flyte": ("flytekit",),
+    "kubeflow": ("transformers",),  # has no package of its own
+}
+_PACKAGES = {"azure_ml": "azureml-core", "comet_ml": "comet-ml", "flyte": "flytekit"}
+
+
+def trackers(report_to: str) -> list[TrainerCallback]:
+    """transformers' callback of each tracker. Raises UserError for names it does not know, and packages not there."""
+    found, problems = [], []
+    names = tracker_names(report_to)
+    if not names and "all" in report_to:
+        problems.append("report_to=all: no tracker is installed; pip install 'hfgpt[trackers]', or use none")
+    for name in names:
+        if name not in INTEGRATION_TO_CALLBACK:
+            near = difflib.get_close_matches(name.lower(), INTEGRATION_TO_CALLBACK, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(sorted(INTEGRATION_TO_CALLBACK))}"
+            problems.append(f"report_to={name}: no such tracker; {hint}")
+        elif not any(find_spec(module) for module in _MODULES.get(name, (name,))):
+            package = f"'hfgpt[{name}]'" if name in TRACKER_EXTRAS else _PACKAGES.get(name, name)
+            problems.append(f"report_to={name}: is not installed; pip install {package}")
+        else:
+            try:
+                found.append(INTEGRATION_TO_CALLBACK[name]())
+            except Exception as error:  # each package has faults of its own
+                reason = " ".join(str(error).split()) or type(error).__name__
+                problems.append(f"report_to={name}: cannot be used: {reason}")
+    if problems:
+        raise UserError(*problems)
+    return found
+
+
+class Callbacks:
+    """The callbacks of a run, in transformers' order, with the arguments, state and control that they share.
+
+    What is due comes first, then MFU and perplexity, those that settings ask for, the user's own, trackers, and the
+    display, so that each sees the figures that the ones before it added.
+    """
+
+    def __init__(
+        self,
+        config: PretrainConfig,
+        own: Sequence[TrainerCallback],
+        reporting: Sequence[TrainerCallback],
+        args: CallbackArguments,
+        progress: Progress,
+        step: TrainStep,
+        tokenizer: Any,
+        is_main: tuple[bool, bool],
+        blocks_per_epoch: int | None,
+        saved_states: dict[str, Any],
+    ) -> None:
+        """is_main: of all processes, and of this machine. saved_states: as `states` gave them."""
+        self.args, self.progress, self.has_own = args, progress, bool(own)
+        self.steps_per_epoch = (
+            blocks_per_epoch / step.batch.blocks_per_step if blocks_per_epoch else max(args.max_steps, 1)
+        )
+        self.mfu = MFUCallback(
+            tokens_per_step=step.batch.tokens_per_step,
+            sequence_length=config.sequence_length,
+            precision=step.accelerator.mixed_precision,
+            peak_tflops=config.mfu_peak_tflops,
+            warmup_steps=1 if args.torch_compile else 0,
+            total_seconds=progress.wall_seconds,
+        )
+        self.control = TrainerControl()
+        self.state = TrainerState(
+            logging_steps=config.logging_steps,
+            save_steps=config.save_steps,
+            eval_steps=config.eval_steps,
+            max_steps=args.max_steps,
+            is_world_process_zero=is_main[0],
+            is_local_process_zero=is_main[1],
+        )
+        callbacks = [self.mfu, PerplexityCallback(), *wanted_callbacks(config), *own, *reporting]
+
+        @contextmanager
+        def outside_the_clock() -> Iterator[None]:
+            """For what a callback does with the model: in training's precision, outside its clock."""
+            with self.mfu.stopped(), step.accelerator.autocast():
+                yield
+
+        for callback in callbacks:
+            if isinstance(callback, SampleCallback):
+                callback.around = outside_the_clock
+        restore_callbacks(callbacks, saved_states)
+        display = ProgressLineCallback() if sys.stderr.isatty() else LogLineCallback()
+        self.handler = CallbackHandler(
+            [DefaultFlowCallback(), *callbacks, display], step.model, tokenizer, step.scaled_optimizer, None
+        )
+        self.call("on_init_end")
+
+    def call(self, event: str, *arguments: Any) -> None:
+        """Call `event` of each callback; what they want done is in `control`."""
+        state, progress = self.state, self.progress
+        state.global_step, state.num_input_tokens_seen = progress.step, progress.num_input_tokens_seen
+        state.epoch = progress.step / self.steps_per_epoch
+        state.best_metric, state.best_global_step = progress.best_metric, progress.best_step
+        control = getattr(self.handler, event)(self.args, state, self.control, *arguments)
+        vars(self.control).update(vars(control))  # a callback may return a new one
+
+    def report(self, figures: dict[str, Any]) -> None:
+        """Give callbacks and trackers `figures` as transformers' Trainer gives a log; what they add is in `figures`."""
+        counters = {"num_input_tokens_seen": self.progress.num_input_tokens_seen}
+        logs = numbers({**figures, **counters, "wall_seconds": self.mfu.total_seconds})
+        record = {**figures, **counters, "step": self.progress.step}
+        self.state.log_history.append(record)
+        try:
+            self.call("on_log", logs)
+        finally:
+            counted = ("step", "wall_seconds", *counters)
+            figures |= {key: value for key, value in {**record, **logs}.items() if key not in counted}
+
+    def agree(self, ranks: HostGroup) -> None:
+        """What a callback of the user's wants on one process is done on all."""
+        if self.has_own and ranks.world > 1:
+            for wanted in ranks.gather(vars(self.control)):
+                for name, value in wanted.items():
+                    setattr(self.control, name, value or getattr(self.control, name))
+
+    def states(self) -> dict[str, list[dict[str, Any]]]:
+        """What callbacks have counted so far, for a checkpoint."""
+        return callback_states(self.handler.callbacks)
+
+    def why_stopped(self) -> str:
+        """What a callback has ended the run for, in words."""
+        for one in self.handler.callbacks:
+            if (
+                isinstance(one, EarlyStoppingCallback)
+                and one.early_stopping_patience_counter >= one.early_stopping_patience
+            ):
+                return f"no better loss in {one.early_stopping_patience_counter} evaluations"
+        return "a callback asked for it"

@@ -1,0 +1,84 @@
+"""What is saved and reported when a run cannot continue."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from hfgpt.distributed.compiler import compiler_fault
+from hfgpt.distributed.stop_signals import Interrupted
+from hfgpt.errors import RunError, UserError, first_line
+from hfgpt.training.saving import record_lost_output, record_saved, start_save
+from hfgpt.training.setup import TrainingRun
+
+
+@contextmanager
+def saved_on_failure(run: TrainingRun) -> Iterator[None]:
+    """An exception inside is recorded as the end of the run, after a checkpoint of the last finished step.
+
+    What users can act on becomes a RunError that says how to continue. Any other exception stays what it is, with
+    attributes for `run_recipe`: `end_of_run`, which says the same, and `traceback_file`.
+    """
+    try:
+        yield
+    except (Exception, SystemExit, Interrupted) as error:
+        if run.has_ended or not run.has_started:
+            raise
+        saver = run.saver
+        has_given_up = run.non_finite.has_given_up or saver.failures >= saver.max_failures
+        lost = [] if has_given_up else _save_alone(run)
+        fault: BaseException = error
+        if isinstance(error, Interrupted):
+            fault = run.signals.fault() or RunError("the main process was ended", 128 + signal.SIGTERM)
+        cause = str(fault) if fault is not error else f"{type(error).__name__}: {error}"
+        run.record(event="end", skipped_rows=dict(run.progress.skipped_rows), fault=cause)
+        if has_given_up or isinstance(error, SystemExit):
+            raise
+        everywhere = getattr(error, "everywhere", False)
+        end = [] if everywhere else [f"ended after step {run.progress.step}"]
+        end += [*lost, how_to_continue(run)]
+        if broken := compiler_fault(error) if isinstance(error, Exception) else None:
+            fault = RunError(broken)
+        if isinstance(fault, UserError | RunError):
+            problems = getattr(fault, "problems", [str(fault)])
+            raise RunError("; ".join([*problems, *end]), getattr(fault, "exit_code", 1), everywhere) from error
+        if file := run.folder.keep_traceback(error, run.machine.ranks.rank):
+            end.append(f"traceback in {file}")
+        vars(error).update(end_of_run="; ".join(end), traceback_file=file)
+        raise
+
+
+def _save_alone(run: TrainingRun) -> list[str]:
+    """Save the last finished step on the main process, without callbacks; if that cannot be, the reason in words."""
+    step = run.progress.step
+    if not run.is_main or step == 0:
+        return []
+    try:
+        record_saved(run, run.saver.ended(wait=True))
+        logs = run.non_finite.read(alone=True)
+        if logs and run.callbacks.control.should_log:
+            run.callbacks.mfu.on_log(run.callbacks.args, run.callbacks.state, run.callbacks.control, logs)
+            run.record(**logs)
+        record_lost_output(run)
+        if step == run.saver.saved_step and not run.saver.failures:
+            return []
+        if run.step.is_updating:
+            return [f"step {step} is not saved, as the next one had begun to change the model"]
+        if run.machine.is_sharded:
+            return [f"step {step} is not saved, as the processes share the model and only all of them can save it"]
+        start_save(run, after_failure=True)
+        outcome = run.saver.ended(wait=True)
+        record_saved(run, outcome)
+    except Exception as error:
+        outcome = error
+    return [f"step {step} is not saved ({first_line(outcome)})"] if isinstance(outcome, Exception) else []
+
+
+def how_to_continue(run: TrainingRun) -> str:
+    """The end of the line that says why a run has ended."""
+    # On other machines the folder of the main process may not be visible.
+    saved_elsewhere = run.saver.saved_step is not None and not run.is_main
+    if run.folder.checkpoints() or saved_elsewhere:
+        return "continue with --resume_from_checkpoint latest"
+    return "no checkpoint has been written"

@@ -1,0 +1,62 @@
+"""Memory that runs out: found on all processes before they exchange gradients, and named for what it was needed for."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from accelerate.utils.memory import should_reduce_batch_size
+
+from hfgpt.distributed.ranks import HostGroup
+from hfgpt.errors import RunError, message
+
+
+class MemoryRanOut(Exception):
+    """The device had no room for a micro-batch of this step, on one process or more; nothing was updated."""
+
+
+class MemoryWatch:
+    """Sees to it that all processes know of a micro-batch that did not fit before any of them exchanges gradients."""
+
+    def __init__(self, host: HostGroup, sharded: bool) -> None:
+        self.host, self.sharded, self.failed = host, sharded, False
+
+    @contextmanager
+    def micro_batch(self, index: int, count: int) -> Iterator[None]:
+        """Around micro-batch `index` of `count`: raises MemoryRanOut on all processes where one had no room.
+
+        Where processes share the model, or in the last micro-batch, in which they exchange gradients, they are out of
+        step by then: the error of the device ends the run.
+        """
+        alone, last = self.host.world == 1, index == count
+        if not alone and not self.sharded and last and index > 1 and any(self.host.gather(self.failed)):
+            self.failed = False
+            raise MemoryRanOut
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            if alone:
+                raise MemoryRanOut from error
+            if self.sharded or last:
+                raise
+            self.failed = True  # told before the last micro-batch; what comes until then is in vain
+
+
+@contextmanager
+def out_of_memory_named(where: str, fix: str) -> Iterator[None]:
+    """Where memory runs out inside: RunError that names `where` and the `fix`."""
+    try:
+        yield
+    except Exception as error:
+        if not isinstance(error, torch.OutOfMemoryError | MemoryError) and not should_reduce_batch_size(error):
+            raise
+        raise RunError(f"out of memory {where} ({message(error)}); {fix}") from error
+
+
+def release_memory(device: torch.device) -> None:
+    """Give back to the device what is no longer used."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

@@ -1,0 +1,158 @@
+"""What a run will do, said aloud before its first step."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import GPT2Config
+
+from hfgpt import __version__
+from hfgpt.config import Batch, PretrainConfig
+from hfgpt.distributed.compiler import CompileChoice
+from hfgpt.distributed.device import Precision
+from hfgpt.errors import UserError
+from hfgpt.model.configuration_gpt2 import model_fields
+from hfgpt.model.flops import parameter_counts
+from hfgpt.model.memory import Setting, training_memory
+
+
+def setting_of(config: PretrainConfig, batch: Batch, precision: str, shares: int, device_type: str) -> Setting:
+    """How a process of the run trains, for the memory that it needs; not compiled unless changed."""
+    return Setting(
+        micro_batch=batch.micro_batch,
+        sequence_length=batch.sequence_length,
+        accumulation=batch.accumulation,
+        precision=precision,
+        checkpointing=config.gradient_checkpointing,
+        optim=config.optim,
+        processes=batch.processes,
+        sharded=shares > 1,
+        document_masking=config.document_masking,
+        device=device_type,
+    )
+
+
+def check_memory(config: PretrainConfig, batch: Batch, setting: Setting, available_bytes: int | None) -> None:
+    """Raise UserError for sizes far beyond the device; the smallest vocabulary stands for the one not yet known."""
+    model = GPT2Config(**{**model_fields(config.model), "vocab_size": 2, "bos_token_id": None, "eos_token_id": None})
+    needed = training_memory(model, setting).peak
+    needed += 12 * batch.tokens_per_step // batch.processes  # the token blocks of a step
+    if available_bytes and needed > 2 * available_bytes:
+        raise UserError(
+            f"per_device_train_batch_size={batch.micro_batch} x sequence_length={batch.sequence_length} x accumulation "
+            f"{batch.accumulation} with this model needs some {needed / 2**30:,.0f} GiB, and the device has "
+            f"{available_bytes / 2**30:,.0f}; use a smaller model, micro-batch or tokens_per_step"
+        )
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything decided before the first step; `lines` is what is printed, `to_dict` goes to run.json."""
+
+    config: PretrainConfig
+    model: GPT2Config
+    batch: Batch
+    max_steps: int
+    precision: Precision
+    compile: CompileChoice
+    device: str
+    text: list[str]
+    checkpoint_folder: str
+    setting: Setting
+
+    def lines(self) -> list[str]:
+        model, batch, config = self.model, self.batch, self.config
+        counts = parameter_counts(model)
+        name = config.model if isinstance(config.model, str) else "custom"
+        memory, shares = training_memory(model, self.setting).peak, self.setting.shares
+        sharing = f", with the parameters split over {shares} processes" if shares > 1 else ""
+        every = f"every {config.save_steps} steps and " if config.save_steps else ""
+        rows = [
+            (
+                "model",
+                f"{name}: {model.n_layer} layers, {model.n_head} heads, {model.n_embd} wide; "
+                f"{counts.total:,} parameters ({counts.without_positions:,} without positions)",
+            ),
+            *([("weights", f"begun from {config.init_from}")] if config.init_from else []),
+            *(("changed", f"{key}: {change}") for key, change in config.gave_way.items()),
+            *(("text", line) for line in self.text),
+            ("step", batch.said()),
+            ("run", f"{self.max_steps:,} steps, {self.max_steps * batch.tokens_per_step:,} tokens"),
+            (
+                "rate",
+                f"{config.lr_scheduler_type}: {config.warmup_steps} warm-up steps to {config.learning_rate:g}"
+                + ("; the run ends in its warm-up" if config.warmup_steps > self.max_steps else ""),
+            ),
+            ("device", f"{self.device}; {self.precision.name} ({self.precision.reason})"),
+            ("compile", f"{'on' if self.compile.enabled else 'off'} ({self.compile.reason})"),
+            ("memory", f"about {memory / 2**30:.2g} GiB expected{sharing}"),
+            ("saves", f"{every}at the end, to {self.checkpoint_folder}"),
+            *([("push", f"after the last step, to {config.hub_repo_id()} on the Hub")] if config.push_to_hub else []),
+        ]
+        return [f"{key:<8} {value}" for key, value in rows]
+
+    def choices(self) -> dict[str, Any]:
+        """What may differ on another machine, and with it the last bits of a result."""
+        found = {
+            "precision": self.precision.name,
+            "compiled": self.compile.enabled,
+            "processes": self.batch.processes,
+            "device": self.device,
+        }
+        if self.setting.device == "cpu":  # each number of threads adds up in another order
+            found["threads"] = torch.get_num_threads()
+        return found
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            **asdict(self.batch),
+            "tokens_per_step": self.batch.tokens_per_step,
+            "max_steps": self.max_steps,
+            "max_tokens": self.max_steps * self.batch.tokens_per_step,
+            "precision": asdict(self.precision),
+            "torch_compile": asdict(self.compile),
+            "text": self.text,
+        }
+
+
+def run_facts(run_id: str, plan: Plan, data: dict[str, Any]) -> dict[str, Any]:
+    """Content of run.json; `data` is the fingerprint of the training text."""
+    packages = ("torch", "transformers", "accelerate", "datasets", "tokenizers", "safetensors")
+    counts = parameter_counts(plan.model)
+    return {
+        "run_id": run_id,
+        "config": plan.config.to_dict(),
+        "gave_way": {key: values._asdict() for key, values in plan.config.gave_way.items()},
+        "model": {
+            **plan.model.to_dict(),
+            "parameters": counts.total,
+            "parameters_without_positions": counts.without_positions,
+        },
+        "plan": plan.to_dict(),
+        "versions": {
+            "hfgpt": __version__,
+            "python": platform.python_version(),
+            **{name: importlib.metadata.version(name) for name in packages},
+        },
+        "device": plan.device,
+        "git_revision": _git_revision(Path(sys.argv[0]).resolve().parent),
+        "data": data,
+        "started": time.time(),
+    }
+
+
+def _git_revision(folder: Path) -> str | None:
+    """Commit of the repository that the recipe's folder lies in, if it lies in one."""
+    try:
+        command = ["git", "rev-parse", "HEAD"]
+        return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None

@@ -1,0 +1,225 @@
+"""`Pretrainer`: the training loop. What is before the first step: setup.py; one optimizer update: step.py."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import closing
+from functools import partial
+from typing import Any, NoReturn
+
+from transformers import TrainerCallback
+
+from hfgpt.checkpointing.checkpoint import go_on_from
+from hfgpt.config import PretrainConfig
+from hfgpt.data import told_counts
+from hfgpt.data.stream import StepBatch, batch_hash, side_by_side
+from hfgpt.distributed.device import peak_memory_bytes
+from hfgpt.distributed.stop_signals import Interrupted, StopSignals
+from hfgpt.errors import RunError, UserError, told_by
+from hfgpt.evaluation.loss import evaluate as evaluate_tokens
+from hfgpt.hub.push import push_trained
+from hfgpt.safe_output import safe
+from hfgpt.training.failures import how_to_continue, saved_on_failure
+from hfgpt.training.non_finite import Step
+from hfgpt.training.out_of_memory import out_of_memory_named
+from hfgpt.training.retry import attempts, rehearse
+from hfgpt.training.saving import note_saved, record_lost_output, save
+from hfgpt.training.setup import TrainingRun, prepare
+from hfgpt.training.step import StepResult
+
+
+class Pretrainer:
+    """Trains a GPT-2-style model by a `PretrainConfig`; `callbacks` are transformers `TrainerCallback`s."""
+
+    run: TrainingRun  # from the beginning of `train` on
+
+    def __init__(self, config: PretrainConfig, callbacks: Sequence[TrainerCallback] = ()) -> None:
+        self.config, self.callbacks = config, callbacks
+
+    def train(self) -> dict[str, Any]:
+        """Trains to the last step, and returns the newest evaluation record.
+
+        Raises UserError, before anything is written, for a run that cannot work, and RunError for one that cannot
+        continue; what it has reached is saved.
+        """
+        with safe(), StopSignals() as signals:
+            run = self.run = prepare(self.config, self.callbacks, signals)
+            ranks, control, step = run.machine.ranks, run.callbacks.control, run.step
+            with closing(run.folder), run.saver, closing(run.batches), saved_on_failure(run), ranks.contact():
+                if run.is_main:
+                    print("\n".join(run.plan.lines()), flush=True)
+                # Read first: nothing is written for a run whose text fails at once.
+                batch = None if run.is_complete else next_batch(run)
+                start(run)
+                if run.progress.evaluation_is_due:
+                    evaluate_or_stop(run)
+                while not (run.is_complete or control.should_training_stop):
+                    own, whole = batch or next_batch(run)
+                    batch = None
+                    run.callbacks.call("on_step_begin")
+                    for attempt in attempts(run):  # in smaller micro-batches where memory runs out
+                        with attempt:
+                            result = step(*step.to_tensors(own.blocks), run.progress.step + 1)
+                    advance(run, whole, result)
+                    if control.should_log:
+                        log(run)
+                    if control.should_evaluate:
+                        evaluate(run)
+                    if control.should_save or run.saver.is_postponed:
+                        save(run)
+                    record_lost_output(run)
+                    note_saved(run)  # last: callbacks take what was due for done then
+                    run.callbacks.agree(ranks)
+                complete(run)
+        if self.config.push_to_hub and run.is_main:  # the other processes and the hold on the folder are gone
+            push_trained(self.config, run.folder.checkpoint(run.progress.step))
+        return run.progress.evaluation
+
+
+def next_batch(run: TrainingRun) -> tuple[StepBatch, StepBatch]:
+    """The blocks of the next step: this process's share, and those of all processes.
+
+    Where reading fails on any process, or a signal came, all of them save what they have and raise RunError.
+    """
+    ranks = run.machine.ranks
+    own: StepBatch | UserError | RunError | None
+    try:
+        with run.signals.waiting():
+            own = next(run.batches)
+    except Interrupted:
+        own = run.signals.fault()
+    except (UserError, RunError) as error:
+        own = error
+    shares = ranks.gather(own)
+    if faults := {rank: share for rank, share in enumerate(shares) if isinstance(share, UserError | RunError)}:
+        rank, fault = next(iter(faults.items()))
+        if len(faults) < ranks.world:
+            fault = told_by(fault, f"process {rank} of {ranks.world}")
+        if not run.has_started:
+            raise fault
+        for event in (event for fault in faults.values() for event in fault.retries):
+            run.record(event="stream_retry", **event)
+        stop(run, fault)
+    batches = [share for share in shares if isinstance(share, StepBatch)]
+    return batches[ranks.rank], side_by_side(batches)
+
+
+def start(run: TrainingRun) -> None:
+    """Claim the run folder, and record that the run starts or continues."""
+    run.machine.ranks.from_main(run.folder.claim)
+    if not (run.resumed and run.folder.run_json.exists()):
+        run.folder.start(run.facts)
+    run.has_started = True
+    if run.is_main:
+        resumed_from = run.resumed.folder if run.resumed else None
+        go_on_from(run.folder, resumed_from, run.progress.step, run.config.save_total_limit)
+    if run.resumed:
+        changed = {"changed_settings": run.resumed.changed_settings, "changed_text": run.resumed.changed_text or None}
+        run.record(event="resume", checkpoint=run.resumed.folder.name, **changed)
+    else:
+        run.record(event="start")
+    with run.signals.waiting():
+        rehearse(run)
+    run.callbacks.call("on_train_begin")
+
+
+def advance(run: TrainingRun, batch: StepBatch, result: StepResult) -> None:
+    """Count a finished step, put its text in the ledger, and let the callbacks say what is due."""
+    progress, control = run.progress, run.callbacks.control
+    progress.step += 1
+    progress.num_input_tokens_seen += run.step.batch.tokens_per_step
+    progress.skipped_rows.update(batch.skipped)
+    run.position = batch.position
+    run.folder.record_text(step=progress.step, batch_hash=batch_hash(batch.blocks), position=batch.position)
+    run.step.is_updating = False
+    run.non_finite.add(Step(progress.step, run.step.learning_rate(progress.step), batch), result)
+    for event in batch.retries:
+        run.record(event="stream_retry", **event)
+    if run.is_complete:
+        control.should_log = control.should_save = True
+        control.should_evaluate = run.config.eval_steps > 0
+    run.callbacks.call("on_step_end")
+    run.callbacks.agree(run.machine.ranks)
+
+
+def log(run: TrainingRun) -> None:
+    """The training record of the newest step: the only place where the host waits for the device."""
+    if not (logs := run.non_finite.read()):
+        return
+    logs["memory_bytes"] = peak_memory_bytes(run.machine.accelerator.device)
+    try:
+        run.callbacks.report(logs)
+    finally:  # whatever a callback does
+        run.record(**logs)
+
+
+def evaluate(run: TrainingRun) -> dict[str, Any] | None:
+    """The evaluation record of the model as it is; None where a signal to any process ended it early."""
+    run.non_finite.read()
+    batch_size = run.config.per_device_eval_batch_size or run.step.batch.micro_batch
+    of_tokens = partial(
+        evaluate_tokens,
+        run.step.parallel_model,
+        accelerator=run.machine.accelerator,
+        sequence_length=run.config.sequence_length,
+        batch_size=batch_size,
+        attention=run.step.attention,
+        stop=lambda: any(run.machine.ranks.gather(run.signals.received is not None)),
+    )
+    fix = "use a smaller --per_device_eval_batch_size"
+    with out_of_memory_named(f"in evaluation with batches of {batch_size}", fix):
+        if (metrics := of_tokens(run.data.validation, scored_bytes=run.data.validation_bytes)) is None:
+            return None
+        if run.data.train_sample is not None:
+            if (on_training := of_tokens(run.data.train_sample)) is None:
+                return None
+            metrics |= {"train_eval_loss": on_training["eval_loss"]}
+            metrics["eval_seconds"] += on_training["eval_seconds"]
+    try:
+        run.callbacks.report(metrics)
+        run.callbacks.call("on_evaluate", metrics)
+    finally:  # whatever a callback does
+        run.callbacks.control.should_save |= run.progress.note_evaluation(metrics) and run.config.save_best
+        run.record(**metrics)
+    return metrics
+
+
+def evaluate_or_stop(run: TrainingRun) -> None:
+    """An evaluation that a signal ended early before, as the checkpoint says. Another signal stops the run."""
+    if evaluate(run) is None:
+        stop(run, next(filter(None, run.machine.ranks.gather(run.signals.fault()))))
+
+
+def complete(run: TrainingRun) -> None:
+    """After the last step: a missing evaluation, the last checkpoint, the end of the records."""
+    progress, max_steps = run.progress, run.plan.max_steps
+    if not run.is_complete and run.is_main:
+        print(f"ended at step {progress.step} of {max_steps}: {run.callbacks.why_stopped()}", flush=True)
+    if run.config.eval_steps and progress.evaluation_step != max_steps == progress.step:
+        evaluate_or_stop(run)
+    finish(run)
+    if run.saver.failures:
+        raise RunError(f"the checkpoint of step {progress.step} could not be written; {how_to_continue(run)}")
+
+
+def stop(run: TrainingRun, fault: Exception) -> NoReturn:
+    """Save what there is, and raise RunError that says how to continue. To be called on all processes."""
+    finish(run, fault=str(fault))
+    message = f"{fault}; ended after step {run.progress.step}; {how_to_continue(run)}"
+    raise RunError(message, getattr(fault, "exit_code", 1))
+
+
+def finish(run: TrainingRun, fault: str | None = None) -> None:
+    """Leave the run with everything recorded and saved."""
+    if run.progress.step not in (0, run.saver.saved_step):
+        save(run, at_end=True)
+    note_saved(run, wait=True)
+    run.machine.accelerator.wait_for_everyone()
+    run.callbacks.call("on_train_end")
+    record_lost_output(run)
+    run.record(event="end", skipped_rows=dict(run.progress.skipped_rows), fault=fault)
+    run.has_ended = True
+    if run.progress.skipped_rows and run.is_main:
+        print("\n".join(told_counts(run.progress.skipped_rows)), flush=True)
+    run.machine.ranks.leave()
+    run.machine.accelerator.end_training()

@@ -1,0 +1,45 @@
+"""How far a run has come: what `trainer_state.json` holds of it."""
+
+from __future__ import annotations
+
+import math
+import uuid
+from collections import Counter
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+
+@dataclass
+class Progress:
+    """Counters and newest results of a run, kept in each checkpoint."""
+
+    run_id: str = field(default_factory=lambda: uuid.uuid4().hex)  # by which checkpoints know the run
+    step: int = 0  # finished optimizer updates
+    num_input_tokens_seen: int = 0  # target tokens over all processes
+    wall_seconds: float = 0.0  # of training, over resumes; evaluation, saving and compilation are outside
+    skipped_rows: Counter[str] = field(default_factory=Counter)  # rows of text that could not be used, by reason
+    evaluation: dict[str, Any] = field(default_factory=dict)  # the newest record, of step `evaluation_step`
+    evaluation_step: int = 0
+    evaluation_is_due: bool = False  # a signal ended one early
+    best_metric: float | None = None
+    best_step: int | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        state = {one.name: getattr(self, one.name) for one in fields(self)}
+        # JSON has no infinity: an evaluation that overflows is not kept.
+        is_finite = math.isfinite(self.evaluation.get("eval_perplexity", math.nan))
+        return {**state, "skipped_rows": dict(self.skipped_rows), "evaluation": self.evaluation if is_finite else None}
+
+    @classmethod
+    def from_json(cls, state: dict[str, Any]) -> Progress:
+        known = {one.name: state[one.name] for one in fields(cls) if one.name in state}
+        skipped_rows = Counter(state["skipped_rows"])
+        return cls(**{**known, "skipped_rows": skipped_rows, "evaluation": state["evaluation"] or {}})
+
+    def note_evaluation(self, metrics: dict[str, Any]) -> bool:
+        """Keep the evaluation of the current step; whether it is the best so far."""
+        self.evaluation, self.evaluation_step = metrics, self.step
+        is_best = metrics["eval_loss"] < (math.inf if self.best_metric is None else self.best_metric)
+        if is_best:
+            self.best_metric, self.best_step = metrics["eval_loss"], self.step
+        return is_best

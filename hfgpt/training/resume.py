@@ -1,0 +1,74 @@
+"""A run that continues from a checkpoint: what it had reached, and what is not as it was."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from hfgpt.checkpointing import state
+from hfgpt.checkpointing.run_folder import RunFolder
+from hfgpt.checkpointing.training_state import changed_settings, read_state
+from hfgpt.data import TextData
+from hfgpt.data.position import resumed_position
+from hfgpt.distributed.ranks import HostGroup
+from hfgpt.errors import UserError
+from hfgpt.training.lr_schedule import LearningRate
+from hfgpt.training.plan import Plan
+from hfgpt.training.progress import Progress
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """The checkpoint that a run continues from; what changed since is for the record."""
+
+    folder: Path
+    trainer_state: dict[str, Any]
+    progress: Progress
+    position: dict[str, Any]
+    learning_rate: LearningRate
+    changed_settings: dict[str, dict[str, Any]]
+    changed_text: str
+
+    def load(self, model: PreTrainedModel, optimizer: torch.optim.Optimizer, scaler: Any, ranks: HostGroup) -> None:
+        """Weights, optimizer and loss scaling as they were, in place; to be called on all processes."""
+        state.load_model_and_optimizer(self.folder, model, optimizer, ranks)
+        if scaler is not None and self.trainer_state["gradient_scaler"]:
+            scaler.load_state_dict(self.trainer_state["gradient_scaler"])
+
+
+def resume(folder: Path, run: RunFolder, plan: Plan, data: TextData, ranks: HostGroup) -> Resumed:
+    """What checkpoint `folder` says of the run; to be called on all processes, of which the main one reads it.
+
+    Raises UserError where the run cannot continue with its settings.
+    """
+    config, max_steps = plan.config, plan.max_steps
+    trainer, saved = ranks.from_main(lambda: [read_state(folder, name) for name in ("trainer_state", "data_state")])
+    position, changed_text = resumed_position(
+        data.train, saved["fingerprint"], saved["position"], config.accept_changed_text
+    )
+    if (then := trainer["config"].get("optim")) != config.optim:
+        raise UserError(f"optim={config.optim}: {folder} was saved with optim={then}; restore that")
+    if max_steps < trainer["step"]:
+        raise UserError(f"max_steps={max_steps}: {folder} is at step {trainer['step']}; state more steps")
+    progress = Progress.from_json(trainer)
+    is_missing = progress.evaluation_step != progress.step
+    if is_missing and (made_later := ranks.from_main(partial(run.evaluation, progress.step))):
+        progress.evaluation, progress.evaluation_step = made_later, progress.step
+    progress.evaluation_is_due &= progress.evaluation_step != progress.step and config.eval_steps > 0
+    recorded, now = trainer.get("choices", {}), plan.choices()
+    changed = changed_settings(trainer["config"], config.to_dict())
+    changed |= changed_settings(recorded, {key: now.get(key) for key in recorded})
+    for key, change in changed.items():
+        logger.warning("%s is %s from here on; it was %s", key, change["to"], change["from"])
+    learning_rate = LearningRate(config, **trainer["schedule"])
+    if change_of_rate := learning_rate.go_on(trainer["step"], max_steps, config.lr_schedule_on_resume):
+        logger.warning(change_of_rate)
+    return Resumed(folder, trainer, progress, position, learning_rate, changed, changed_text)

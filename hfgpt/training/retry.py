@@ -1,0 +1,95 @@
+"""A step that is taken again: in smaller micro-batches where memory ran out, or without a broken compiled file."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import ExitStack
+from types import TracebackType
+
+from hfgpt.distributed.compiler import remove_broken_code
+from hfgpt.errors import RunError
+from hfgpt.training.batch_size import try_micro_batch
+from hfgpt.training.out_of_memory import MemoryRanOut, out_of_memory_named, release_memory
+from hfgpt.training.setup import TrainingRun
+
+logger = logging.getLogger(__name__)
+
+
+class Attempt:
+    """A context for one try of a step, which holds back the failures after which the step is taken again."""
+
+    is_done = has_run_out = False
+
+    def __init__(self, run: TrainingRun) -> None:
+        self.run = run
+        self.outer = ExitStack()
+
+    def __enter__(self) -> None:
+        run = self.run
+        where = f"with micro-batches of {run.step.batch.micro_batch}"
+        self.outer.enter_context(out_of_memory_named(where, "use a smaller --per_device_train_batch_size"))
+        first_step = run.resumed.trainer_state["step"] if run.resumed else 0
+        if run.plan.compile.enabled and run.progress.step == first_step:  # compiles, for minutes perhaps
+            self.outer.enter_context(run.signals.waiting())
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool:
+        if isinstance(error, MemoryRanOut):
+            self.has_run_out = True
+        elif kind is None:
+            self.is_done = True
+        elif not (isinstance(error, Exception) and self.run.step.ranks.world == 1 and remove_broken_code(error)):
+            return bool(self.outer.__exit__(kind, error, traceback))
+        self.outer.close()
+        return kind is not None  # what the failed try holds is freed with its traceback
+
+
+def attempts(run: TrainingRun) -> Iterator[Attempt]:
+    """Tries of the next step, until one is done: `for attempt in attempts(run): with attempt: ...`."""
+    while True:
+        yield (attempt := Attempt(run))
+        if attempt.is_done:
+            return
+        if attempt.has_run_out:
+            use_smaller_micro_batch(run)
+            rehearse(run)
+        else:
+            run.step.optimizer.zero_grad()
+
+
+def rehearse(run: TrainingRun) -> None:
+    """Try a micro-batch where several processes hold the model, and use smaller ones until it fits.
+
+    Memory that runs out while they exchange gradients finds them out of step; here all processes know of it.
+    """
+    step = run.step
+    while step.ranks.world > 1 and not step.is_sharded:
+        try:
+            with step.memory.micro_batch(1, 2):
+                try_micro_batch(step, step.batch)
+            with step.memory.micro_batch(2, 2):  # asks the others
+                step.optimizer.zero_grad()
+            return
+        except MemoryRanOut:
+            pass
+        use_smaller_micro_batch(run)
+
+
+def use_smaller_micro_batch(run: TrainingRun) -> None:
+    """The same steps in smaller micro-batches from here on. Raises RunError where there are none."""
+    step, number = run.step, run.progress.step + 1
+    step.optimizer.zero_grad()
+    release_memory(step.accelerator.device)
+    before, smaller = step.batch, step.batch.halved()
+    if smaller is None:
+        raise RunError(
+            f"out of memory in step {number} with micro-batches of one sequence; use a smaller model, or "
+            "--gradient_checkpointing true"
+        )
+    step.batch = smaller
+    sizes = {"micro_batch": smaller.micro_batch, "accumulation": smaller.accumulation}
+    run.record(event="oom_retry", for_step=number, micro_batch_before=before.micro_batch, **sizes)
+    retrying = f"retrying with micro-batch {smaller.micro_batch} x {smaller.accumulation}"
+    logger.warning("Out of memory in step %d: %s.", number, retrying)

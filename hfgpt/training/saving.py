@@ -1,0 +1,89 @@
+"""Checkpoints of a run: what goes into one, and the record that it was written."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from hfgpt import safe_output
+from hfgpt.checkpointing import state
+from hfgpt.errors import first_line
+from hfgpt.hub.model_card import model_card
+from hfgpt.training.setup import TrainingRun
+
+logger = logging.getLogger(__name__)
+
+
+def save(run: TrainingRun, at_end: bool = False) -> None:
+    """Start a checkpoint of the model as it is: a Hub model folder that is also the point to resume from.
+
+    To be called on all processes. A model whose last loss was not finite is not saved, but for the end of the run: it
+    would take the place of a good one. It is saved once a loss is finite again.
+    """
+    run.non_finite.read()
+    run.saver.is_postponed = run.non_finite.skipped_in_a_row > 0 and not at_end
+    if run.saver.is_postponed:
+        return
+    note_saved(run, wait=True)
+    start_save(run)
+    run.callbacks.mfu.on_save(run.callbacks.args, run.callbacks.state, run.callbacks.control)  # outside its clock
+
+
+def start_save(run: TrainingRun, after_failure: bool = False) -> None:
+    # Copied first, so that training can go on while the files are written.
+    tensors = state.snapshot(run.step.model, run.step.optimizer)
+    if run.is_main:
+        trainer, fingerprint = trainer_state(run), run.data.train.fingerprint
+        data = {"fingerprint": fingerprint, "position": run.position}
+        try:
+            card = model_card(run.facts, fingerprint, trainer, tokenizer=run.data.tokenizer)
+        except Exception as error:
+            if not after_failure:
+                raise
+            card = f"No model card could be made ({first_line(error)}).\n"
+        write = partial(state.write_files, run.step.model, run.data.tokenizer, tensors, trainer, data, card)
+        run.saver.start(run.progress.step, write, rotate=run.non_finite.skipped_in_a_row == 0)
+    run.saver.saved_step = run.progress.step
+
+
+def trainer_state(run: TrainingRun) -> dict[str, Any]:
+    """What trainer_state.json holds: progress, and the state of what else must continue as it was."""
+    scaler = run.machine.accelerator.scaler
+    run.progress.evaluation_is_due = run.callbacks.control.should_evaluate
+    run.progress.wall_seconds = run.callbacks.mfu.total_seconds
+    return {
+        **run.progress.to_json(),
+        "schedule": run.step.learning_rate.state(),
+        "random_numbers": "seeded by (seed, step, process) at every step",
+        "config": run.config.to_dict(),
+        "choices": run.plan.choices(),
+        "micro_batch": run.step.batch.micro_batch,
+        "gradient_scaler": scaler.state_dict() if scaler is not None else None,
+        "callbacks": run.callbacks.states(),
+    }
+
+
+def note_saved(run: TrainingRun, wait: bool = False) -> None:
+    """Record a checkpoint that has been written since the last call, or could not be."""
+    outcome = run.saver.ended(wait)
+    record_saved(run, outcome)
+    if isinstance(outcome, Path):
+        run.callbacks.call("on_save")
+    elif outcome is not None:
+        logger.warning("A checkpoint could not be written (%s). Training continues to the next one.", outcome)
+
+
+def record_saved(run: TrainingRun, outcome: Path | Exception | None) -> None:
+    if isinstance(outcome, Path):
+        run.record(event="save", checkpoint=outcome.name, skipped_rows=dict(run.progress.skipped_rows))
+    elif outcome is not None:
+        run.record(event="save_failed", reason=str(outcome))
+
+
+def record_lost_output(run: TrainingRun) -> None:
+    """Record, once, that standard output or standard error cannot be written; training continues without it."""
+    for stream in safe_output.lost.keys() - run.lost_output:
+        run.lost_output.add(stream)
+        run.record(event="output_lost", stream=stream, reason=safe_output.lost[stream])

@@ -1,0 +1,319 @@
+"""Checkpoint folders: whole or absent, the newest whole one found, damage named."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import pickle
+import shutil
+from functools import partial
+from math import nan
+
+import pytest
+from running import records, trained
+from safetensors.torch import load_file, save_file
+from tampering import sealed
+
+from hfgpt.checkpointing.checkpoint import MANIFEST, REQUIRED, fault, find_checkpoint, write_checkpoint
+from hfgpt.checkpointing.run_folder import RunFolder
+from hfgpt.errors import UserError
+from hfgpt.evaluation.generate import load_checkpoint
+
+
+def fill(folder, run_id="this", eval_loss=None):
+    for name in REQUIRED:
+        (folder / name).write_bytes(b"w" * 1000)
+    (folder / "model.safetensors").chmod(0o600)  # as safetensors makes it
+    step = int("".join(filter(str.isdigit, folder.name)))
+    state = {"run_id": run_id, "step": step, "num_input_tokens_seen": 1, "wall_seconds": 1.0, "config": {}}
+    state |= {"schedule": {"curve_steps": 9, "since": 0, "at": 0, "pace": 1}, "skipped_rows": {}}
+    state |= {"evaluation": None, "evaluation_step": 0, "gradient_scaler": None}
+    if eval_loss is not None:
+        evaluation = {"eval_loss": eval_loss, "eval_perplexity": 9.0, "eval_tokens": 9}
+        state |= {"evaluation": evaluation, "evaluation_step": step}
+    (folder / "training_state" / "trainer_state.json").write_text(json.dumps(state))
+
+
+def name_in_manifest(folder, name):
+    manifest = json.loads((folder / MANIFEST).read_text())
+    manifest["files"] = {name: {"size": 1, "xxh3_128": ""}, **manifest["files"]}
+    (folder / MANIFEST).write_text(json.dumps(manifest))
+
+
+@pytest.fixture
+def run(tmp_path):
+    run = RunFolder(tmp_path / "run")
+    run.path.mkdir()
+    for step in (10, 20):
+        write_checkpoint(run, step, fill, keep=None)
+    return run
+
+
+def test_newest_whole_checkpoint_is_found_and_linked(run):
+    assert find_checkpoint(run, "latest") == run.checkpoint(20)
+    assert (run.path / "checkpoint-latest").resolve() == run.checkpoint(20).resolve()
+    modes = {path.stat().st_mode for path in run.checkpoint(20).rglob("*") if path.is_file()}
+    assert len(modes) == 1  # readable for all who may read the others
+
+
+def test_a_latest_that_is_a_folder_of_its_own_gives_way(run):
+    (run.path / "checkpoint-latest").unlink()
+    shutil.copytree(run.checkpoint(20), run.path / "checkpoint-latest")
+    write_checkpoint(run, 30, fill, keep=None)
+    assert (run.path / "checkpoint-latest").resolve() == run.checkpoint(30).resolve()
+    assert len(list(run.path.glob("abandoned-*-checkpoint-latest"))) == 1
+
+
+@pytest.mark.parametrize(
+    ("damage", "named"),
+    [
+        (lambda folder: os.truncate(folder / "model.safetensors", 500), "500 bytes instead of 1000"),
+        (lambda folder: (folder / "model.safetensors").write_bytes(b"x" * 1000), "damaged"),
+        (lambda folder: (folder / "training_state" / "data_state.json").unlink(), "data_state.json is missing"),
+        (lambda folder: (folder / MANIFEST).unlink(), "manifest.json is missing"),
+        (lambda folder: (folder / MANIFEST).write_text("{"), "unreadable"),
+        (lambda folder: (folder / MANIFEST).write_text('{"files": {}}'), "does not name config.json"),
+        (lambda folder: name_in_manifest(folder, "../../etc"), "outside"),
+    ],
+)
+def test_a_broken_newest_one_is_named_and_passed_over(run, caplog, damage, named):
+    damage(run.checkpoint(20))
+    with caplog.at_level(logging.WARNING):
+        assert find_checkpoint(run, "latest") == run.checkpoint(10)
+    assert "checkpoint-20" in caplog.text and named in caplog.text
+    with pytest.raises(UserError, match=named):
+        find_checkpoint(run, str(run.checkpoint(20)))
+
+
+def test_a_write_that_fails_leaves_no_folder_of_the_final_name(run):
+    def fails(folder):
+        fill(folder)
+        raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        write_checkpoint(run, 30, fails, keep=1)
+    assert find_checkpoint(run, "latest") == run.checkpoint(20)
+    assert [path.name for path in run.checkpoints()] == ["checkpoint-20", "checkpoint-10"]
+
+
+def test_only_the_newest_are_kept(run):
+    write_checkpoint(run, 30, fill, keep=2)
+    assert [path.name for path in run.checkpoints()] == ["checkpoint-30", "checkpoint-20"]
+    assert fault(run.checkpoint(30)) is None
+
+
+def test_the_best_is_kept_beside_the_newest_and_another_run_is_left_alone(run):
+    write_checkpoint(run, 25, lambda folder: fill(folder, run_id="another"), keep=None)
+    for step, loss in ((30, 2.0), (40, 1.0), (50, 3.0), (60, None)):
+        write_checkpoint(run, step, partial(fill, eval_loss=loss), keep=2)
+    assert [path.name for path in run.checkpoints()] == ["checkpoint-60", "checkpoint-40", "checkpoint-25"]
+    write_checkpoint(run, 70, fill, keep=1)
+    assert [path.name for path in run.checkpoints()] == ["checkpoint-70", "checkpoint-25"]
+
+
+def test_an_existing_run_is_not_overwritten(run, tmp_path):
+    with pytest.raises(UserError, match="already holds a run"):
+        find_checkpoint(run, "never")
+    with pytest.raises(UserError, match="checkpoint-20, checkpoint-10"):
+        find_checkpoint(run, str(run.checkpoint(99)))
+    other = RunFolder(tmp_path / "other")
+    assert find_checkpoint(other, "never") is None and find_checkpoint(other, "latest") is None
+    assert find_checkpoint(other, str(run.checkpoint(10))) == run.checkpoint(10)
+    other.path.mkdir()
+    write_checkpoint(other, 5, fill, keep=None)
+    with pytest.raises(UserError, match="already holds a run other than"):
+        find_checkpoint(other, str(run.checkpoint(10)))
+
+
+def test_records_after_the_resumed_step_are_dropped(tmp_path):
+    run = RunFolder(tmp_path / "run")
+    run.start({"a": 1})
+    for step in range(1, 6):
+        run.record(step=step, loss=float("nan") if step == 2 else 1.0)
+        run.record_text(step=step, batch_hash="0")
+    run.record(step=3, event="note", text="a line\u2028separator")
+    with open(run.metrics, "ab") as file:
+        file.write(b'{"step": 6, "lo\xff\xc3')  # cut short by a kill
+    run.rewind(3)
+    lines = run.metrics.read_text().splitlines()
+    assert len(lines) == 5 and '"loss": null' in lines[1]  # the separator splits the note for splitlines alone
+    assert len(run.ledger.read_text().splitlines()) == 3
+
+
+class Bomb:
+    def __reduce__(self):
+        return (os.mkdir, (os.environ["BOMB"],))
+
+
+PICKLES = ["pytorch_model.bin", "training_state/optimizer.pt", "training_state/random_states_0.pkl", "optimizer.bin"]
+
+
+def test_a_planted_pickle_is_not_read(config, tmp_path, monkeypatch):
+    monkeypatch.setenv("BOMB", str(tmp_path / "exploded"))
+    trained(config(max_steps=4))
+    folder = tmp_path / "run" / "checkpoint-4"
+    for name in PICKLES:
+        (folder / name).write_bytes(pickle.dumps(Bomb()))
+    assert trained(config(resume_from_checkpoint="latest")).progress.step == 6
+    sealed(folder)
+    load_checkpoint(folder)
+    for name in ("model.safetensors", "training_state/optimizer.safetensors"):
+        before = (folder / name).read_bytes()
+        (folder / name).write_bytes(pickle.dumps(Bomb()))
+        sealed(folder)
+        with pytest.raises(UserError, match="cannot be read"):
+            trained(config("other", resume_from_checkpoint=str(folder)))
+        (folder / name).write_bytes(before)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(UserError, match="cannot be read"):
+        load_checkpoint(folder)
+    assert not (tmp_path / "exploded").exists()
+    assert pickle.loads(pickle.dumps(Bomb())) is None and (tmp_path / "exploded").exists()  # the bomb does go off
+
+
+def edit(name, change):
+    def apply(folder):
+        path = folder / "training_state" / f"{name}.json"
+        state = json.loads(path.read_text())
+        path.write_text(json.dumps(change(state)))
+
+    return apply
+
+
+def other_tensors(folder, name, change):
+    tensors = change(load_file(folder / name))
+    save_file(tensors, folder / name)
+
+
+def not_finite(tensors):
+    return {name: value * nan for name, value in tensors.items()}
+
+
+def in_half(tensors):
+    return {name: value.half() for name, value in tensors.items()}
+
+
+@pytest.mark.parametrize(
+    ("damage", "named"),
+    [
+        (edit("trainer_state", lambda state: []), "trainer_state.json is not as this version writes it"),
+        (edit("trainer_state", lambda state: {**state, "step": "4"}), r"\(step\)"),
+        (edit("trainer_state", lambda state: {**state, "schedule": {"curve_steps": "x"}}), "schedule"),
+        (edit("trainer_state", lambda state: {**state, "evaluation": {"eval_loss": 1}}), "evaluation"),
+        (edit("trainer_state", lambda state: {**state, "config": {}}), "optim=adamw: .* was saved with optim=None"),
+        (edit("trainer_state", lambda state: {**state, "wall_seconds": float("nan")}), "wall_seconds"),
+        (edit("trainer_state", lambda state: {**state, "skipped_rows": {"null": [1]}}), "skipped_rows"),
+        (edit("trainer_state", lambda state: {**state, "step": True}), r"\(step\)"),
+        (
+            partial(other_tensors, name="model.safetensors", change=lambda t: {k: v * nan for k, v in t.items()}),
+            "finite",
+        ),
+        (
+            partial(other_tensors, name="model.safetensors", change=lambda t: {k: v.half() for k, v in t.items()}),
+            "differ",
+        ),
+        (edit("data_state", lambda state: {**state, "position": {"epoch": -1, "block": 0}}), "position"),
+        (edit("data_state", lambda state: {**state, "position": {"streams": [[0, 0]]}}), "position"),
+        (lambda folder: (folder / "config.json").write_text("{}"), "another model"),
+        (lambda folder: (folder / "config.json").write_text("[" * 100_000), "cannot be read"),
+        (partial(other_tensors, name="model.safetensors", change=lambda t: {}), "parameters differ"),
+        (
+            partial(
+                other_tensors,
+                name="training_state/optimizer.safetensors",
+                change=lambda tensors: {
+                    name: value[:1].clone() if value.dim() else value for name, value in tensors.items()
+                },
+            ),
+            "another optimizer",
+        ),
+    ],
+)
+def test_a_whole_folder_with_senseless_content_is_refused_by_name(config, tmp_path, damage, named):
+    trained(config(max_steps=4, save_steps=0))
+    folder = tmp_path / "run" / "checkpoint-4"
+    damage(folder)
+    sealed(folder)
+    with pytest.raises(UserError, match=named):
+        trained(config("other", resume_from_checkpoint=str(folder)))
+    assert not (tmp_path / "other").exists()
+
+
+def test_what_is_named_as_a_later_checkpoint_is_not_taken_for_one(config, tmp_path, caplog):
+    trained(config(max_steps=4))
+    shutil.copytree(tmp_path / "run" / "checkpoint-2", tmp_path / "run" / "checkpoint-50")
+    (tmp_path / "run" / ("checkpoint-" + "9" * 240)).mkdir()
+    deep = tmp_path / "run" / "checkpoint-60"
+    deep.mkdir()
+    (deep / MANIFEST).write_text("[" * 200_000)
+    resumed = trained(config(resume_from_checkpoint="latest"))
+    assert resumed.resumed.folder.name == "checkpoint-4"
+    assert "checkpoint-50 is not used: it is a copy of checkpoint-2" in caplog.text
+    assert "checkpoint-60 is not used: manifest.json is unreadable" in caplog.text
+
+
+def test_links_in_the_run_folder_lead_to_no_file_outside(config, tmp_path):
+    trained(config(max_steps=4))
+    (tmp_path / "victim").write_text("mine")
+    for name in (
+        ".metrics.jsonl.tmp",
+        ".ledger.jsonl.tmp",
+        ".run.json.tmp",
+        ".checkpoint-6.tmp",
+        ".checkpoint-2.removed",
+    ):
+        (tmp_path / "run" / name).symlink_to(tmp_path / "victim")
+    assert trained(config(resume_from_checkpoint="latest", save_total_limit=1)).progress.step == 6
+    assert (tmp_path / "victim").read_text() == "mine"
+    (tmp_path / "run" / ".lock").unlink()
+    (tmp_path / "run" / ".lock").symlink_to(tmp_path / "victim")
+    with pytest.raises(UserError, match=r"\.lock cannot be written"):
+        trained(config(resume_from_checkpoint="latest", max_steps=8))
+    assert (tmp_path / "victim").read_text() == "mine"
+
+
+def test_an_evaluation_that_is_not_finite_is_not_the_best(config, monkeypatch):
+    losses = iter([5.0, 3.0, 4.0, nan, 9.0])
+    rest = {"eval_bits_per_byte": None, "eval_tokens": 9, "eval_seconds": 1.0}
+    monkeypatch.setattr(
+        "hfgpt.training.pretrainer.evaluate_tokens", lambda *_, **__: {"eval_loss": next(losses), **rest}
+    )
+    run = trained(config(max_steps=10, eval_steps=2, save_steps=2, save_total_limit=2)).folder
+    assert [path.name for path in run.checkpoints()] == ["checkpoint-10", "checkpoint-4"]
+
+
+def test_a_run_that_goes_on_in_another_folder_takes_its_records_along(config, tmp_path):
+    whole = trained(config("whole"))
+    moved = trained(config("second", resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-4")))
+    assert (tmp_path / "second" / "ledger.jsonl").read_text() == whole.folder.ledger.read_text()
+    assert [line["loss"] for line in records(moved)] == [line["loss"] for line in records(whole)]
+
+
+def test_checkpoints_of_another_run_are_not_taken_for_this_runs(config, tmp_path, caplog):
+    trained(config("stranger", max_steps=8, seed=5))
+    trained(config(max_steps=4))
+    shutil.copytree(tmp_path / "stranger" / "checkpoint-8", tmp_path / "run" / "checkpoint-8")
+    resumed = trained(config(resume_from_checkpoint="latest", max_steps=10, save_total_limit=1))
+    assert "checkpoint-8 is not used: it is of another run" in caplog.text
+    assert resumed.resumed.folder.name == "checkpoint-4"
+
+
+def test_a_file_system_without_links_keeps_whole_checkpoints(run, monkeypatch, caplog):
+    def refuse(*_, **__):
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr("pathlib.Path.symlink_to", refuse)
+    write_checkpoint(run, 30, fill, keep=1)
+    assert "could not be made to point at" in caplog.text
+    assert find_checkpoint(run, "latest") == run.checkpoint(30)
+    assert fault((run.path / "checkpoint-latest").resolve()) is None  # an older one, which is kept
+
+
+def test_what_a_killed_save_left_is_cleared_away(config, tmp_path):
+    trained(config(max_steps=4))
+    rest = tmp_path / "run" / ".checkpoint-5.tmp"
+    rest.mkdir()
+    (rest / "model.safetensors").write_bytes(b"half")
+    trained(config(resume_from_checkpoint="latest"))
+    assert not list((tmp_path / "run").glob(".checkpoint-*"))

@@ -1,0 +1,167 @@
+"""`hfgpt plan`: hand-computed time, energy and cost, the micro-batch that fits, and wrong flags."""
+
+import json
+import sys
+
+import pytest
+
+from hfgpt import PretrainConfig, UserError, cli
+from hfgpt.distributed.compiler import CompileChoice
+from hfgpt.distributed.device import Precision
+from hfgpt.distributed.device_peaks import rated_memory_gib
+from hfgpt.model.configuration_gpt2 import model_config
+from hfgpt.model.memory import training_memory
+from hfgpt.planning.estimate import forecast
+from hfgpt.training.plan import Plan, setting_of
+
+CARD = "NVIDIA GeForce RTX 4070 Ti"
+STEP = {"device": CARD, "tokens_per_step": "524288"}
+GPT2_FLOPS = 855_166_464  # per token, at 1,024
+
+
+def needed_gib(micro_batch: int, **flags) -> float:
+    cuts = forecast({**STEP, "memory_gib": "1000", **flags}).cuts
+    return next(cut.needed_bytes for cut in cuts if cut.batch.micro_batch == micro_batch) / 2**30
+
+
+def test_time_energy_and_cost_by_hand():
+    planned = forecast({**STEP, "mfu": "0.5", "watts": "285", "price_per_hour": "0.25", "max_tokens": "10e9"})
+    seconds = 524_288 * GPT2_FLOPS / (0.5 * 80.2e12)  # 11.18
+    hours = 19_073 * seconds / 3600  # 59.2
+    assert planned.steps == 19_073  # 10e9 / 524,288 and no part of one
+    figures = planned.figures()
+    assert figures["seconds_per_step"] == pytest.approx(seconds) == pytest.approx(11.181, abs=1e-3)
+    assert figures["hours"] == pytest.approx(hours) == pytest.approx(59.24, abs=0.01)
+    assert figures["kwh"] == pytest.approx(16.88, abs=0.01)
+    assert figures["cost"] == pytest.approx(14.81, abs=0.01)
+    assert planned.tokens_per_second == pytest.approx(524_288 / seconds)
+
+
+def test_the_reference_run_takes_the_time_it_took():
+    planned = forecast({**STEP, "vocab_size": "50304", "mfu": "0.598"})
+    assert planned.figures()["seconds_per_step"] == pytest.approx(9.34, abs=0.02)
+
+
+def test_several_processes_take_less_time_and_the_same_energy():
+    power = {"watts": "285", "price_per_hour": "0.25"}
+    one, four = (forecast({**STEP, **power, "processes": str(count)}) for count in (1, 4))
+    assert four.figures()["hours"] == pytest.approx(one.figures()["hours"] / 4)
+    for key in ("kwh", "cost"):
+        assert four.figures()[key] == pytest.approx(one.figures()[key])
+    for cut in four.cuts:
+        assert cut.batch.tokens_per_step == 524_288 and cut.batch.processes == 4
+
+
+def test_the_largest_micro_batch_that_fits_is_chosen():
+    eight, sixteen = needed_gib(8), needed_gib(16)
+    for memory, chosen in ((eight - 0.001, 4), (eight, 8), (sixteen - 0.001, 8), (sixteen, 16)):
+        batch = forecast({**STEP, "memory_gib": str(memory)}).chosen.batch
+        assert (batch.micro_batch, batch.accumulation) == (chosen, 512 // chosen)
+
+
+def test_only_micro_batches_that_divide_the_step_are_offered():
+    cuts = forecast({**STEP, "tokens_per_step": str(26 * 1024), "processes": "2"}).cuts
+    assert [(cut.batch.micro_batch, cut.batch.accumulation) for cut in cuts] == [(1, 13), (13, 1)]
+    huge = forecast({**STEP, "tokens_per_step": "1024e12"})  # looked at no longer than until three are too large
+    assert [cut.fits for cut in huge.cuts[-3:]] == [False] * 3 and len(huge.cuts) < 40
+
+
+def test_settings_that_take_less_let_more_fit():
+    alone = forecast(STEP).chosen.batch.micro_batch
+    assert forecast({**STEP, "gradient_checkpointing": "true"}).chosen.batch.micro_batch > alone
+    large = {**STEP, "model": "gpt2-1.5b", "memory_gib": "24", "tokens_per_step": "8192"}
+    assert forecast(large).chosen is None
+    assert forecast({**large, "processes": "8", "fsdp": True}).chosen is not None
+
+
+def test_nothing_fits():
+    planned = forecast({**STEP, "memory_gib": "2"})
+    assert planned.chosen is None and planned.to_dict()["micro_batch"] is None
+    assert "no micro-batch fits; smallest: 524,288 tokens = micro-batch 1 x" in "\n".join(planned.lines())
+
+
+def test_all_problems_are_told_in_one_line(monkeypatch, capsys):
+    wrong = {"--model": "gpt2-125", "--tokens_per_step": "many", "--mfu": "1.5", "--watts": "-3", "--optim": "sgd"}
+    wrong |= {"--device": "RTX 4070 ti", "--processes": "1.5", "--memory_gib": "inf"}
+    monkeypatch.setattr(sys, "argv", ["hfgpt", "plan", *(part for pair in wrong.items() for part in pair), "--fsdp"])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    assert end.value.code == 2
+    out, err = capsys.readouterr()
+    assert not out and len(err.splitlines()) == 1
+    for key, value in wrong.items():
+        assert f"{key[2:]}={value}: " in err
+    assert "did you mean gpt2-125m?" in err and "near are NVIDIA GeForce RTX 4070 Ti, " in err
+    assert "fsdp: one process" in err
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ({"tokens_per_step": "1000"}, "tokens_per_step=1000 is not a multiple"),
+        ({"tokens_per_step": "1024", "processes": "2"}, "2 processes = 2048"),
+        ({"sequence_length": "2048"}, "sequence_length=2048 is above the model's n_positions=1024"),
+        ({"device": "Tesla T4", "mixed_precision": "bf16"}, "Tesla T4 has no bf16; use fp16"),
+        ({"device": "NVIDIA GeForce RTX 3080"}, "memory_gib: not given, and the memory of NVIDIA GeForce RTX 3080"),
+        ({"device": "Tesla T4", "processes": "2", "fsdp": True}, "fp16 does not serve FSDP2"),
+        ({"model": '{"size": "gpt2-40m", "vocab_size": 300}', "vocab_size": "200"}, "model.vocab_size=300"),
+        ({"model": "{oops"}, "model={oops"),
+    ],
+)
+def test_a_wrong_flag_is_named(flags, said):
+    with pytest.raises(UserError) as error:
+        forecast({**STEP, **flags})
+    assert len(error.value.problems) == 1 and said in error.value.problems[0]
+
+
+def test_a_step_must_be_stated():
+    with pytest.raises(UserError, match=r"tokens_per_step: not given"):
+        forecast({"device": CARD})
+
+
+def test_the_command_prints_one_object(monkeypatch, capsys):
+    flags = ["--model", "gpt2-125m", "--device", CARD, "--tokens_per_step", "524288"]
+    monkeypatch.setattr(sys, "argv", ["hfgpt", "plan", *flags, "--json"])
+    cli.main()
+    told = json.loads(capsys.readouterr().out)
+    parts = told["memory_bytes"]
+    assert parts.pop("peak") == sum(parts.values())
+    assert set(parts) == {"weights", "gradients", "optimizer", "activations", "logits", "workspace"}
+    assert told["micro_batch"] * told["accumulation"] * 1024 == told["tokens_per_step"] == 524_288
+    assert told["peak_source"].startswith(f"rated: {CARD}") and told["peak_tflops"] == 80.2
+    assert told["max_tokens"] == 10_000_000_000 and told["kwh"] is None
+    monkeypatch.setattr(sys, "argv", ["hfgpt", "plan", *flags])
+    cli.main()
+    out = capsys.readouterr().out
+    assert f"device   {CARD}, 11.7 GiB; bf16" in out and "chosen" in out and "0.4 of 80.2 TFLOP/s" in out
+
+
+def test_precision_and_peak_follow_the_device():
+    planned = forecast({**STEP, "device": "Tesla T4"})
+    assert planned.device.precision.name == "fp16" and planned.device.peak.tflops == 65.0
+    unrated = forecast({**STEP, "mixed_precision": "no"})  # by the TF32 setting, so not in the table
+    assert unrated.figures()["hours"] is None and "--mfu_peak_tflops" in "\n".join(unrated.lines())
+    stated = forecast({**STEP, "mixed_precision": "no", "mfu_peak_tflops": "40"})
+    assert stated.figures()["seconds_per_step"] == pytest.approx(524_288 * GPT2_FLOPS / (0.4 * 40e12))
+
+
+def test_this_machine_is_planned_for_where_no_device_is_named():
+    planned = forecast({"model": "char-cpu", "vocab_size": "65", "tokens_per_step": "768", "torch_compile": "false"})
+    assert planned.config.sequence_length == 64
+    assert planned.chosen.batch.micro_batch == 12
+    assert planned.device.peak.source.startswith("measured: ")
+
+
+def test_memory_of_cards_by_name():
+    assert rated_memory_gib(CARD) == 11.7 and rated_memory_gib("NVIDIA A800 80GB PCIe") == pytest.approx(78.4)
+    assert rated_memory_gib("NVIDIA GeForce RTX 3080") is None  # two cards of that name
+
+
+def test_the_plan_of_a_run_has_the_same_memory():
+    config = PretrainConfig(model="gpt2-125m", max_steps=1, gradient_checkpointing=True)
+    batch, model = config.batch(1), model_config("gpt2-125m")
+    setting = setting_of(config, batch, "bf16", 1, "cuda")
+    choices = Precision("bf16", ""), CompileChoice(False, "")
+    plan = Plan(config, model, batch, 1, *choices, "card", [], "out/checkpoint-1", setting)
+    expected = training_memory(model, setting).peak / 2**30
+    assert f"memory   about {expected:.2g} GiB expected" in plan.lines()

@@ -1,0 +1,60 @@
+"""A run to push, and a client of the Hub that talks to `hub_server`: fixtures, to be imported by name."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+from hub_server import HubServer
+from huggingface_hub import constants
+from running import trained
+
+from hfgpt import PretrainConfig
+from hfgpt.hub import push as hub
+
+TOKEN = "hf_SECRETSECRETSECRET"
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory):
+    """A run of two steps with an evaluation, below a folder with a telling name."""
+    root = tmp_path_factory.mktemp("home_of_alice")
+    texts = [f"document {n} says {n * n % 101} and {n % 7}" for n in range(400)]
+    (root / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    settings = {"dataset": str(root / "text.jsonl"), "tokenizer": "bpe-300", "sequence_length": 16, "eval_steps": 2}
+    model = {"n_layer": 1, "n_head": 1, "n_embd": 16, "n_positions": 32}
+    flags = {"max_steps": 2, "mixed_precision": "no", "torch_compile": False, "logging_steps": 1}
+    trained(PretrainConfig(output_dir=str(root / "run"), model=model, **settings, **flags))
+    return root / "run"
+
+
+@pytest.fixture
+def folder(original, tmp_path):
+    """The run's newest checkpoint, in a copy of the run, with files of other programs beside the model."""
+    checkpoint_folder = shutil.copytree(original, tmp_path / "run", symlinks=True) / "checkpoint-2"
+    for name in ("optimizer.bin", "random_states_0.pkl", "scheduler.pt", ".env", "notes.txt", "pytorch_model.bin"):
+        (checkpoint_folder / name).write_text("not for others")
+    return checkpoint_folder
+
+
+@pytest.fixture
+def client(monkeypatch):
+    """Has the Hub client of this process talk to a server, once given one; pauses between tries are only noted."""
+    pauses: list[float] = []
+    monkeypatch.setattr(hub.time, "sleep", pauses.append)
+
+    def use(server: HubServer) -> list[float]:
+        monkeypatch.setattr(constants, "ENDPOINT", server.url)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        return pauses
+
+    return use
+
+
+@pytest.fixture
+def verified(monkeypatch):
+    """Takes every folder for sound: what `verify` finds is for other tests."""
+    monkeypatch.setattr(hub, "verify", lambda folder: {"problems": []})

@@ -1,0 +1,93 @@
+"""Muon beside AdamW: the update of each is torch's own, every parameter has exactly one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from running import MODEL
+from transformers import GPT2Config
+
+from hfgpt import PretrainConfig, UserError
+from hfgpt.model.modeling_gpt2 import GPT2LMHeadModel
+from hfgpt.training import optimizer as optim
+from hfgpt.training.optimizer import build_optimizer
+
+RATES = {"learning_rate": 1e-2, "muon_learning_rate": 3e-2, "weight_decay": 0.2}
+
+
+def built(**changes):
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(**MODEL, vocab_size=64, bos_token_id=0, eos_token_id=0))
+    return model, build_optimizer(model, PretrainConfig(max_steps=1, **{"optim": "muon", **RATES, **changes}))
+
+
+def step(model, optimizer, seed):
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn(parameter.shape, generator=generator)
+    for group in optimizer.param_groups:
+        group["lr"] = group.get("lr_scale", 1.0) * 1e-2
+    optimizer.step()
+
+
+def test_muon_takes_the_matrices_of_the_blocks_and_adamw_all_else():
+    model, optimizer = built()
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    muon, decayed, plain = ([names[id(p)] for p in group["params"]] for group in optimizer.param_groups)
+    assert len(muon) == 4 * MODEL["n_layer"] and all(".h." in name and name.endswith(".weight") for name in muon)
+    assert decayed == ["transformer.wte.weight", "transformer.wpe.weight"]
+    assert sorted([*muon, *decayed, *plain]) == sorted(names.values())
+
+
+@pytest.mark.parametrize("batch_elements", [2**23, 2 * 3 * MODEL["n_embd"] ** 2, 1])
+def test_each_update_is_torchs_own(batch_elements, monkeypatch):
+    monkeypatch.setattr(optim, "BATCH_ELEMENTS", batch_elements)
+    model, optimizer = built()
+    other, _ = built()
+    matrices = [p for name, p in other.named_parameters() if ".h." in name and p.dim() == 2]
+    rest = [p for p in other.parameters() if all(p is not matrix for matrix in matrices)]
+    groups = [{"params": [p for p in rest if p.dim() > 1], "weight_decay": 0.2}]
+    groups += [{"params": [p for p in rest if p.dim() == 1], "weight_decay": 0.0}]
+    muon = torch.optim.Muon(matrices, 3e-2, 0.2, momentum=0.9, adjust_lr_fn="match_rms_adamw")
+    adamw = torch.optim.AdamW(groups, 1e-2, (0.9, 0.95), fused=True)
+    for seed in range(3):
+        step(model, optimizer, seed)
+        step(other, adamw, seed)
+        muon.step()
+    for one, two in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(one, two)
+
+
+def test_a_step_is_left_out_whole():
+    model, optimizer = built()
+    step(model, optimizer, 0)
+    before = [parameter.clone() for parameter in model.parameters()]
+    moments = [value.clone() for state in optimizer.state.values() for value in state.values()]
+    optimizer.found_inf = torch.ones(())
+    step(model, optimizer, 1)
+    assert all(map(torch.equal, before, model.parameters()))
+    assert all(map(torch.equal, moments, [value for state in optimizer.state.values() for value in state.values()]))
+    optimizer.found_inf = torch.zeros(())
+    step(model, optimizer, 1)
+    assert not any(map(torch.equal, before, model.parameters()))
+
+
+def test_a_rate_for_muon_alone_is_refused_with_adamw():
+    with pytest.raises(UserError, match=r"muon_learning_rate=0\.03: only optim=muon"):
+        built(optim="adamw")
+
+
+@pytest.mark.parametrize(("count", "rows", "columns"), [(1, 2048, 512), (3, 96, 32), (2, 32, 96), (1, 7, 1)])
+def test_orthogonalised_together_or_alone_each_is_torchs_own(count, rows, columns):
+    torch.manual_seed(0)
+    matrices = [torch.nn.Parameter(torch.randn(rows, columns)) for _ in range(count)]
+    others = [torch.nn.Parameter(matrix.detach().clone()) for matrix in matrices]
+    ours = optim.BatchedMuon(matrices, 1e-2, 0.1, 0.9)
+    torchs = torch.optim.Muon(others, 1e-2, 0.1, 0.9, adjust_lr_fn="match_rms_adamw")
+    for _ in range(2):
+        for one, two in zip(matrices, others, strict=True):
+            one.grad = torch.randn(rows, columns)
+            two.grad = one.grad.clone()
+        ours.step()
+        torchs.step()
+    assert all(map(torch.equal, matrices, others))
