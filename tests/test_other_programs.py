@@ -90,7 +90,7 @@ def test_the_tokens_that_stand_for_missing_ones_change_no_ids(saved):
 
 def test_a_tokenizer_of_characters_stays_without_special_tokens_and_the_card_says_how_to_use_it(config):
     """A token of text made special would be missing in decoded text, and a new one would be a row more."""
-    folder = trained(config(model={**MODEL, "n_positions": 64})).run.checkpoint(6)
+    folder = trained(config(model={**MODEL, "n_positions": 64})).folder.checkpoint(6)
     tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
     assert tokenizer.all_special_tokens == [] and tokenizer.padding_side == "left"
     assert len(tokenizer) == model.config.vocab_size
@@ -110,7 +110,7 @@ def test_a_tokenizer_of_characters_stays_without_special_tokens_and_the_card_say
 
 
 def test_the_card_of_other_tokenizers_says_nothing_of_characters(config):
-    folder = trained(config(tokenizer="bpe-300", max_steps=2)).run.checkpoint(2)
+    folder = trained(config(tokenizer="bpe-300", max_steps=2)).folder.checkpoint(2)
     assert "## Tokenizer" not in (folder / "README.md").read_text()
 
 
@@ -165,7 +165,7 @@ def test_a_checkpoint_of_an_earlier_version_resumes_as_it_would_have_gone_on(con
     found = {str(line["step"]): line["loss"] for line in records(resumed) if line["step"] > 4}
     assert found == pytest.approx({step: loss for step, loss in losses.items() if step != "eval"}, abs=1e-5)
     assert records(resumed, "eval_loss")[-1]["eval_loss"] == pytest.approx(losses["eval"], abs=1e-5)
-    new = load_file(resumed.run.checkpoint(8) / "model.safetensors")
+    new = load_file(resumed.folder.checkpoint(8) / "model.safetensors")
     assert "wte.weight" in new and not any(name.startswith("transformer.") for name in new)
 
 

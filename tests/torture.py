@@ -27,10 +27,10 @@ import torch
 from transformers import TrainerCallback
 
 from hfgpt import PretrainConfig, Pretrainer
-from hfgpt.checkpointing import checkpoint, run_folder
+from hfgpt.checkpointing import checkpoint, run_folder, saver
 from hfgpt.checkpointing.run_folder import LATEST, RunFolder
 from hfgpt.distributed.device_peaks import Peak
-from hfgpt.training import callbacks
+from hfgpt.training import mfu
 
 MAX_STEPS, SAVE_STEPS, EVAL_STEPS = 45, 3, 4
 # Where a process is, as it says in memory shared with its parent: what it trains, and what its saver does.
@@ -267,7 +267,7 @@ def write_documents(folder: Path) -> None:
 
 def train(config: PretrainConfig, *told: TrainerCallback) -> None:
     os.sched_setaffinity(0, list(os.sched_getaffinity(0))[:1])  # one thread: a step is too short for more
-    callbacks.device_peak = lambda *_: Peak(None, "not measured: it takes longer than the run")
+    mfu.device_peak = lambda *_: Peak(None, "not measured: it takes longer than the run")
     Pretrainer(config, told).train()
 
 
@@ -318,7 +318,7 @@ def slow_down(places: Places, rng: random.Random) -> None:
     run_folder.os = SimpleNamespace(**{**vars(os), "fsync": fsync, "replace": replace})
     checkpoint.os = SimpleNamespace(**{**vars(os), "fsync": fsync, "rename": rename, "replace": link})
     checkpoint.shutil = SimpleNamespace(rmtree=pausing(shutil.rmtree))
-    checkpoint.write_checkpoint = telling(checkpoint.write_checkpoint, places.saver, WRITING, IDLE)
+    saver.write_checkpoint = telling(saver.write_checkpoint, places.saver, WRITING, IDLE)
     RunFolder.rewind = telling(RunFolder.rewind, places.run, REWINDING, TRAINING)
 
 

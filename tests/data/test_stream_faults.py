@@ -180,7 +180,8 @@ def test_a_run_killed_twice_under_faults_trains_on_the_same_text_as_one_left_alo
     with HubServer(repositories, faults=Faults(0.2, ["reset", "short", "500"], 5)) as hub:
         for _ in range(2):
             run = fineweb(ALONE, tmp_path / "killed", hub, tmp_path, "--resume_from_checkpoint", "latest")
-            run.wait_for_steps(8)  # a checkpoint on
+            run.wait_for_steps(8)
+            run.wait_for((run.folder / "checkpoint-latest").exists)
             run.process.send_signal(signal.SIGKILL)
             run.process.wait()
             hub.push("datasets/user/fineweb", {"sample/10BT/008_00000.parquet": parquet(documents(900, 30))})

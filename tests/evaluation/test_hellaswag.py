@@ -237,12 +237,9 @@ def test_other_files_are_named(tokenizer, tmp_path):
     (tmp_path / "rows.txt").write_text("text")
     (tmp_path / "rows.parquet").write_bytes(b"PAR1 but not for long")
     (tmp_path / "latin.jsonl").write_bytes(b'{"ctx": "\xe9"}')
-    for name, told in (
-        ("rows.txt", "no rows"),
-        ("rows.parquet", "cannot be read"),
-        ("latin.jsonl", "not a JSON object"),
-    ):
-        with pytest.raises(UserError, match=told):
+    messages = {"rows.txt": "no rows", "rows.parquet": "cannot be read", "latin.jsonl": "not a JSON object"}
+    for name, message in messages.items():
+        with pytest.raises(UserError, match=message):
             scored(model, tokenizer, str(tmp_path / name))
     with pytest.raises(UserError, match=r"did you mean .*rows.txt"):
         scored(model, tokenizer, str(tmp_path / "row.txt"))

@@ -224,10 +224,10 @@ def test_another_number_of_threads_at_resume_is_said_and_recorded(config, caplog
     try:
         torch.set_num_threads(before - 1 or 2)
         resumed = trained(config(resume_from_checkpoint="latest", max_steps=7))
+        used = resumed.plan.choices()["threads"]
     finally:
         torch.set_num_threads(before)
     [record] = records(resumed, "changed_settings")
-    used = resumed.plan.choices()["threads"]
     expected = {"threads": {"from": before, "to": used}} if used != before else {}
     assert record["changed_settings"] == {"max_steps": {"from": 6, "to": 7}, **expected}
 
