@@ -27,16 +27,16 @@ AUTO = "auto"
 Schedule = Literal["cosine_with_min_lr", "warmup_stable_decay", "linear", "constant", "constant_with_warmup"]
 _LENGTHS = ("max_steps", "max_tokens", "num_train_epochs")
 _WITH_MIN_LR = ("cosine_with_min_lr", "warmup_stable_decay")
-# What a recipe says of its own Hub dataset, and weights: of no use for a local text, or other weights.
+# Settings of a recipe that describe its own dataset or weights. They do not apply to another dataset or other weights.
 _OF_ANOTHER = {"dataset": ("dataset_name", "dataset_split", "dataset_revision"), "init_from": ("model", "tokenizer")}
-# Settings that show only with the text whether they go with it.
+# Settings that can only be checked against the text itself.
 OF_THE_TEXT = ("dataset_name", "dataset_split", "dataset_revision", "text_column", "eval_dataset", "document_masking")
 
 
 POSITIVE, NOT_NEGATIVE, FRACTION = "greater than 0", "0 or more", "at least 0 and below 1"
-# Of numbers that meet each other in float32, on whatever device: no product or ratio of two leaves its range.
+# For numbers that are multiplied or divided in float32 on the device: no product or ratio of two overflows.
 SIZE, SIZE_OR_NONE = "from 1e-30 to 1e15", "0, or from 1e-30 to 1e15"
-SECONDS = "from 0.001 to 1e9"  # what clocks and time-outs take
+SECONDS = "from 0.001 to 1e9"  # the range that clocks and timeouts accept
 WORKERS = "from 0 to 1024"
 NAME, PATH = "not empty", "a path"
 _RULES: dict[str, Callable[[Any], bool]] = {
@@ -49,8 +49,8 @@ _RULES: dict[str, Callable[[Any], bool]] = {
     WORKERS: lambda value: 0 <= value <= 1024,
     NAME: bool,
 }
-MOST_CANDIDATES = 2**14  # that a message looks through for sizes that fit
-MOST_UNKNOWN = 20  # settings that a message names
+MOST_CANDIDATES = 2**14  # sizes tried for the list of those that fit
+MOST_UNKNOWN = 20  # unknown settings listed in one message
 
 
 def _f(default: Any, help: str, must: str | None = None) -> Any:
@@ -61,7 +61,7 @@ logger = logging.getLogger(__name__)
 
 
 class _Parser(argparse.ArgumentParser):
-    """One whose errors are one line."""
+    """An argument parser that reports errors in one line."""
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{shown(message)}; see --help")
@@ -107,101 +107,115 @@ class Batch:
 
 
 class GaveWay(NamedTuple):
-    """A value of a recipe that does not go with what is stated above it, and what stands instead."""
+    """A recipe's value that conflicts with the user's settings, and the value used instead."""
 
     recipe: Any
     now: Any
 
     def __str__(self) -> str:
         now = "left out" if self.now is None else self.now
-        return f"{now}, as the recipe's {self.recipe} does not go with what is stated"
+        return f"{now}, because the recipe's {self.recipe} conflicts with your settings"
 
 
 @dataclass(frozen=True)
 class PretrainConfig:
-    """Settings of one pretraining run. Raises UserError, with every problem found, when they cannot work."""
+    """All settings of a pretraining run, checked when built.
+
+    Raises UserError with every problem found, not only the first.
+    """
 
     output_dir: str = _f("out/run", "run folder: run.json, metrics.jsonl, checkpoints", PATH)
     run_name: str | None = _f(None, "name shown by trackers; default: the folder's name", NAME)
-    seed: int = _f(1337, "decides initialisation, order of the text, and dropout", NOT_NEGATIVE)
+    seed: int = _f(1337, "seed of the initial weights, the order of the text, and dropout", NOT_NEGATIVE)
     model: str | dict[str, Any] = _f(
         AUTO,
-        f"size ({', '.join(MODEL_SIZES)}) or GPT2Config fields, which may start from a size: {{size: ..}}; "
-        "auto: as init_from has it, or gpt2-125m",
+        f"size ({', '.join(MODEL_SIZES)}), or GPT2Config fields, optionally on top of a size: {{size: ..}}; "
+        "auto: the model of init_from, or gpt2-125m",
     )
-    init_from: str | None = _f(
-        None, "begin with these weights: a GPT-2 folder, Hub id[@revision], nanoGPT ckpt.pt", PATH
-    )
+    init_from: str | None = _f(None, "weights to start from: GPT-2 folder, Hub id[@revision], or nanoGPT ckpt.pt", PATH)
     dataset: str = _f("embedded", "Hub id, local file, folder or glob (parquet, jsonl, txt), or embedded", PATH)
     dataset_name: str | None = _f(None, "configuration of a Hub dataset, such as sample-10BT", NAME)
     dataset_split: str = _f("train", "split of a Hub dataset", NAME)
     dataset_revision: str | None = _f(None, "commit, tag or branch of a Hub dataset", NAME)
     text_column: str = _f("text", "column that holds the text", NAME)
-    eval_dataset: str | None = _f(None, "local path, or split of the Hub dataset; default: held out of the text", PATH)
-    tokenizer: str = _f(
-        AUTO, "Hub id or folder, char, or bpe-N (trained on the text, N entries); auto: init_from's own, or gpt2", PATH
+    eval_dataset: str | None = _f(
+        None, "local path, or split of the Hub dataset; default: a held-out part of the text", PATH
     )
-    streaming: bool | Auto = _f("auto", "stream documents, or hold the text in memory; auto: by size")
+    tokenizer: str = _f(
+        AUTO,
+        "Hub id or folder, char, or bpe-N (trained on the text, N entries); auto: that of init_from, or gpt2",
+        PATH,
+    )
+    streaming: bool | Auto = _f("auto", "stream documents, or load the text into memory; auto: by size")
     sequence_length: int = _f(1024, "tokens per sequence in training", POSITIVE)
     tokens_per_step: int | None = _f(None, "target tokens in one step over all processes", POSITIVE)
     per_device_train_batch_size: int | Auto = _f(
-        8, "micro-batch: sequences per forward pass on one process; auto: the fastest that fits, measured", POSITIVE
+        8, "micro-batch: sequences per forward pass on one process; auto: the fastest that fits", POSITIVE
     )
-    gradient_accumulation_steps: int | None = _f(None, "micro-batches per step; follows from tokens_per_step", POSITIVE)
+    gradient_accumulation_steps: int | None = _f(None, "micro-batches per step; derived from tokens_per_step", POSITIVE)
     per_device_eval_batch_size: int | None = _f(
-        None, "sequences per forward pass in evaluation; default: as training", POSITIVE
+        None, "sequences per forward pass in evaluation; default: as in training", POSITIVE
     )
-    max_steps: int | None = _f(None, "length of the run in steps", POSITIVE)
-    max_tokens: int | None = _f(None, "or in target tokens", POSITIVE)
-    num_train_epochs: float | None = _f(None, "or in passes over a text that is held in memory", SIZE)
+    max_steps: int | None = _f(None, "length of the run, in steps", POSITIVE)
+    max_tokens: int | None = _f(None, "length of the run, in target tokens", POSITIVE)
+    num_train_epochs: float | None = _f(None, "length of the run, in passes over text that is in memory", SIZE)
     learning_rate: float = _f(6e-4, "peak learning rate", SIZE)
-    min_learning_rate: float | None = _f(None, "where the decay ends; default: a tenth of learning_rate")
-    lr_scheduler_type: Schedule = _f("cosine_with_min_lr", "shape of the learning rate")
-    lr_schedule_on_resume: Literal["keep", "stretch"] = _f(
-        "keep", "with another max_steps: keep the curve as begun, or stretch what is left of it to the new end"
+    min_learning_rate: float | None = _f(
+        None, "learning rate at the end of the decay; default: a tenth of learning_rate"
     )
-    warmup_steps: int = _f(0, "steps until the peak", NOT_NEGATIVE)
-    weight_decay: float = _f(0.1, "of matrices and embeddings; biases and norms have none", SIZE_OR_NONE)
-    optim: Literal["adamw", "muon"] = _f("adamw", "muon: for the matrices of the blocks, adamw for all else")
+    lr_scheduler_type: Schedule = _f("cosine_with_min_lr", "learning rate schedule")
+    lr_schedule_on_resume: Literal["keep", "stretch"] = _f(
+        "keep", "if max_steps changed: keep the schedule, or stretch the rest of it to the new end"
+    )
+    warmup_steps: int = _f(0, "steps of linear warm-up", NOT_NEGATIVE)
+    weight_decay: float = _f(0.1, "for matrices and embeddings; biases and norms are not decayed", SIZE_OR_NONE)
+    optim: Literal["adamw", "muon"] = _f("adamw", "muon: Muon for the matrices of the blocks, AdamW for the rest")
     muon_learning_rate: float | None = _f(None, "peak learning rate of muon; default: learning_rate", SIZE)
     adam_beta1: float = _f(0.9, "", FRACTION)
     adam_beta2: float = _f(0.95, "", FRACTION)
     adam_epsilon: float = _f(1e-8, "", SIZE)
-    max_grad_norm: float = _f(1.0, "gradient clipping; 0: none", SIZE_OR_NONE)
-    mixed_precision: Literal["auto", "bf16", "fp16", "no"] = _f("auto", "auto: the best this device can do")
-    torch_compile: bool | Auto = _f("auto", "auto: where there is a compiler and the run repays it")
-    document_masking: bool = _f(False, "attention stays within a document, positions restart; GPT-2 does neither")
-    gradient_checkpointing: bool = _f(False, "recompute activations in backward: less memory, more time")
-    mfu_peak_tflops: float | None = _f(None, "dense peak of one device for MFU; default: looked up, or measured", SIZE)
+    max_grad_norm: float = _f(1.0, "clip gradients to this norm; 0: no clipping", SIZE_OR_NONE)
+    mixed_precision: Literal["auto", "bf16", "fp16", "no"] = _f(
+        "auto", "auto: the fastest precision that this device supports"
+    )
+    torch_compile: bool | Auto = _f("auto", "auto: if there is a compiler and the run is long enough to pay for it")
+    document_masking: bool = _f(
+        False, "attend within documents only, and restart positions at each; GPT-2 does neither"
+    )
+    gradient_checkpointing: bool = _f(False, "recompute activations in the backward pass: less memory, slower")
+    mfu_peak_tflops: float | None = _f(None, "dense peak of one device, for MFU; default: looked up or measured", SIZE)
     logging_steps: int = _f(10, "steps between training records", POSITIVE)
     eval_steps: int = _f(250, "steps between evaluations, also after the last step; 0: never", NOT_NEGATIVE)
     eval_tokens: int | None = _f(None, "target tokens of an evaluation; default: all held-out text", POSITIVE)
-    eval_train: bool = _f(False, "evaluate on as much training text, too: train_eval_loss")
-    early_stopping_patience: int | None = _f(None, "evaluations without a better loss that end the run", POSITIVE)
-    sample_steps: int = _f(0, "steps between samples of text, printed; 0: never", NOT_NEGATIVE)
-    sample_prompt: str | None = _f(None, "text that the samples go on from; default: they begin a document")
-    save_steps: int = _f(1000, "steps between checkpoints, also after the last step; 0: only then", NOT_NEGATIVE)
-    save_best: bool = _f(False, "save after each evaluation that is the best so far, too")
-    save_total_limit: int | None = _f(None, "checkpoints kept; of 2 or more one is the best", POSITIVE)
-    max_failed_saves: int = _f(3, "checkpoints in a row that may fail, on a full disk say", POSITIVE)
+    eval_train: bool = _f(False, "also evaluate on the same amount of training text: train_eval_loss")
+    early_stopping_patience: int | None = _f(None, "stop after this many evaluations without a better loss", POSITIVE)
+    sample_steps: int = _f(0, "steps between printed samples; 0: never", NOT_NEGATIVE)
+    sample_prompt: str | None = _f(None, "prompt of the samples; default: the start of a document")
+    save_steps: int = _f(1000, "steps between checkpoints, also after the last step; 0: only at the end", NOT_NEGATIVE)
+    save_best: bool = _f(False, "also save after each evaluation that is the best so far")
+    save_total_limit: int | None = _f(None, "checkpoints to keep; from 2 on, the best one is among them", POSITIVE)
+    max_failed_saves: int = _f(3, "failed checkpoints in a row (a full disk, say) that end the run", POSITIVE)
     resume_from_checkpoint: str = _f("never", "checkpoint folder, latest (if there is one), or never", PATH)
-    accept_changed_text: bool = _f(False, "resume although text, tokenizer, seed or step size are not as they were")
-    on_bad_files: Literal["stop", "skip"] = _f("stop", "a file that cannot be read: end, or go on without it and count")
-    stream_timeout: float = _f(900.0, "seconds for which reading may fail before the run saves and ends", SECONDS)
-    dataloader_num_workers: int = _f(1, "processes that read and tokenise streamed text ahead", WORKERS)
-    ddp_timeout: float = _f(1800.0, "seconds after which a process that does not answer ends the run", SECONDS)
+    accept_changed_text: bool = _f(False, "resume even if text, tokenizer, seed or step size changed")
+    on_bad_files: Literal["stop", "skip"] = _f(
+        "stop", "for a file that cannot be read: end the run, or skip the file and count it"
+    )
+    stream_timeout: float = _f(900.0, "seconds that reading is retried before the run saves and ends", SECONDS)
+    dataloader_num_workers: int = _f(1, "processes that read and tokenise streamed text in advance", WORKERS)
+    ddp_timeout: float = _f(1800.0, "seconds to wait for a process that does not answer before the run ends", SECONDS)
     report_to: str = _f(
         "none",
-        "trackers, comma-separated: tensorboard, wandb, trackio, mlflow, others of transformers; all: those installed",
+        "trackers, comma-separated: tensorboard, wandb, trackio, mlflow or another that transformers knows; all: those "
+        "installed",
         NAME,
     )
     push_to_hub: bool = _f(False, "upload the model to the Hub after the last step")
-    hub_model_id: str | None = _f(None, "user/name there, or name; default: the name of output_dir", NAME)
-    hub_private_repo: bool | None = _f(None, "whether a new repository is private; default: the account's")
-    hub_license: str | None = _f(None, "license told in the model card, such as apache-2.0", NAME)
-    hub_language: str | None = _f(None, "languages told in the model card, comma-separated, such as en", NAME)
+    hub_model_id: str | None = _f(None, "user/name or name on the Hub; default: the name of output_dir", NAME)
+    hub_private_repo: bool | None = _f(None, "create the repository as private; default: the account's setting")
+    hub_license: str | None = _f(None, "license for the model card, such as apache-2.0", NAME)
+    hub_language: str | None = _f(None, "languages for the model card, comma-separated, such as en", NAME)
 
-    # Settings that were stated, above a recipe or without one (None: all), and what of the recipe gave way to them.
+    # Keys that the user set (None: all of them), and the recipe's values that were replaced because of them.
     stated: ClassVar[frozenset[str] | None] = None
     gave_way: ClassVar[dict[str, GaveWay]] = {}
 
@@ -215,7 +229,7 @@ class PretrainConfig:
             except NOT_CONVERTIBLE:
                 problems.append(f"{spec.name}={shown(value)}: must be {describe(hints[spec.name])}")
                 unreadable.add(spec.name)
-                object.__setattr__(self, spec.name, spec.default)  # so that the others can be checked
+                object.__setattr__(self, spec.name, spec.default)  # so that the rest can be checked too
                 continue
             if spec.metadata["must"] == PATH and (path := getattr(self, spec.name)) is not None:
                 try:
@@ -235,17 +249,15 @@ class PretrainConfig:
         argv: list[str] | None = None,
         for_model: dict[str, dict[str, Any]] | None = None,
     ) -> PretrainConfig:
-        """The recipe's `defaults`, under `--config file.yaml`, under `--key value` of `argv` (default: sys.argv).
+        """Read the settings: `--key value` over `--config file.yaml` over the recipe's `defaults`.
 
-        Of several files, and of a flag given again, the later one wins; the second is a warning.
-
-        `for_model`: further defaults where the model, or the size it starts from, is the one named. No default refuses
-        what is stated above it, but gives way (`gave_way`). Those of other weights, and of a Hub dataset where a local
-        one is stated, do not count.
+        defaults: settings of the recipe. One that conflicts with a file or flag is replaced, and listed in `gave_way`.
+        argv: the command line; default `sys.argv`. If a flag is repeated, the last one counts, with a warning.
+        for_model: more defaults, by the name of the model size that they apply to.
         """
         parser = _Parser(allow_abbrev=False, argument_default=argparse.SUPPRESS)
-        options: dict[str, Any] = {"action": "append", "nargs": "?"}  # what is given again is known of, too
-        help_ = "settings under the same keys; of several files the later one wins"
+        options: dict[str, Any] = {"action": "append", "nargs": "?"}  # append, to notice repeated flags
+        help_ = "YAML file with the same keys; may be repeated, later files win"
         parser.add_argument("--config", metavar="FILE.yaml", const="", help=help_, **options)
         for spec in dataclasses.fields(cls):
             default = (defaults or {}).get(spec.name, spec.default)
@@ -258,14 +270,14 @@ class PretrainConfig:
         command_line: dict[str, Any] = {key: values[-1] for key, values in given.items()}
         for key, values in given.items():
             if any(value != values[-1] for value in values) and ranks()[0] == 0:
-                counted = f"given {len(values)} times; the last one counts: {shown(values[-1])}"
+                counted = f"given {len(values)} times; using the last: {shown(values[-1])}"
                 logger.warning("--%s: %s", key, counted)
         value_follows = False
         for argument in unknown:
             if argument.startswith("--"):
                 command_line[argument[2:].split("=")[0]] = None
             elif not value_follows:
-                raise UserError(f"{shown(argument)}: not a flag; settings are given as --key value")
+                raise UserError(f"{shown(argument)}: not a flag; write settings as --key value")
             value_follows = argument.startswith("--") and "=" not in argument
         layers = [dict(defaults or {}), *files, command_line]
         recipe, above = layers[0], {key: value for layer in layers[1:] for key, value in layer.items()}
@@ -273,7 +285,7 @@ class PretrainConfig:
         for key, dependent in _OF_ANOTHER.items():
             if above.get(key) in (None, "none", "null", "None") or above[key] == recipe.get(key):
                 continue
-            if key == "dataset" and not _is_local(str(above[key])):  # a mirror, say, with the same parts
+            if key == "dataset" and not _is_local(str(above[key])):  # perhaps a mirror with the same configurations
                 continue
             for name in dependent:
                 # A checkpoint's own tokenizer comes with its weights, where it has one.
@@ -291,13 +303,13 @@ class PretrainConfig:
 
     @classmethod
     def from_layers(cls, *layers: dict[str, Any], recipe: Sequence[dict[str, Any]] | None = None) -> PretrainConfig:
-        """Later layers win, text is converted to each field's type.
+        """Merge `layers`, later ones winning, and convert each value to its field's type.
 
-        recipe: layers below them, of values that give way where they do not go with what `layers` state.
+        recipe: lower layers, whose values are replaced where they conflict with `layers`.
         """
         merged: dict[str, Any] = {}
         for layer in (*(recipe or ()), *layers):
-            if any(key in layer for key in _LENGTHS):  # a run has one length: the last one stated
+            if any(key in layer for key in _LENGTHS):  # a run has one length: the last one given
                 merged = {key: value for key, value in merged.items() if key not in _LENGTHS}
             merged.update(layer)
         names = [spec.name for spec in dataclasses.fields(cls)]
@@ -310,7 +322,7 @@ class PretrainConfig:
             )
         merged = {key: value for key, value in merged.items() if key in names}
         if len(unknown) > MOST_UNKNOWN:
-            problems[MOST_UNKNOWN:] = [f"and {len(unknown) - MOST_UNKNOWN:,} more that are no settings"]
+            problems[MOST_UNKNOWN:] = [f"and {len(unknown) - MOST_UNKNOWN:,} more unknown settings"]
         stated = frozenset(key for layer in layers for key in layer)
         gave_way = {} if recipe is None else _give_way(cls, merged, stated, recipe[0])
         try:
@@ -325,23 +337,23 @@ class PretrainConfig:
         return config
 
     def is_stated(self, key: str) -> bool:
-        """Whether a value is not one that gives way, as a recipe's does."""
+        """Whether the user set this key, rather than the recipe or the library."""
         return self.stated is None or key in self.stated
 
     def without(self, error: UserError) -> PretrainConfig:
-        """With the library's own value for that of a recipe which `error` names. Raises `error` where it names none."""
+        """Replace the recipe's value that `error` names by the library's default; raise `error` if it names none."""
         key = re.split(r"\W", str(error), maxsplit=1)[0]
         if key not in OF_THE_TEXT or self.is_stated(key):
             raise error
         recipe, default = getattr(self, key), self.__dataclass_fields__[key].default
         if recipe == default:
             raise error
-        new = self.settled(**{key: default})
+        new = self.with_facts(**{key: default})
         new.gave_way[key] = GaveWay(recipe, default)
         return new
 
-    def settled(self, **facts: Any) -> PretrainConfig:
-        """With `facts` that are as if they were stated: what was not stated gives way to them, as in `from_layers`."""
+    def with_facts(self, **facts: Any) -> PretrainConfig:
+        """Add `facts` as if the user had set them: recipe values that conflict with them are replaced."""
         if self.stated is None:
             return dataclasses.replace(self, **facts)
         values = self.to_dict()
@@ -353,14 +365,14 @@ class PretrainConfig:
 
     @classmethod
     def of_run(cls, settings: dict[str, Any]) -> PretrainConfig:
-        """Recorded settings of a run but for how its steps were cut, which its number of processes had a part in."""
-        cut = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": None, "tokens_per_step": None}
-        return cls.from_layers(settings, cut)
+        """The recorded settings of a run, without the split of its steps, which depends on the number of processes."""
+        unsplit = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": None, "tokens_per_step": None}
+        return cls.from_layers(settings, unsplit)
 
     def batch(self, processes: int) -> Batch:
-        """How one step is cut over `processes`; where the micro-batch is to be found, in ones of a single block.
+        """Split one step over `processes`. With an "auto" micro-batch, the split has micro-batches of one block.
 
-        Raises UserError with sizes that fit when it cannot be.
+        Raises UserError that lists sizes that fit if the step cannot be split evenly.
         """
         micro_batch = 1 if isinstance(self.per_device_train_batch_size, str) else self.per_device_train_batch_size
         per_pass = micro_batch * self.sequence_length * processes
@@ -384,12 +396,15 @@ class PretrainConfig:
         elif stated is not None and stated != per_pass * accumulation:
             raise UserError(
                 f"tokens_per_step={stated} and gradient_accumulation_steps={accumulation} disagree: {parts}, times "
-                f"{accumulation} is {per_pass * accumulation}; leave one of the two out"
+                f"{accumulation} is {per_pass * accumulation}; give only one of the two"
             )
         return Batch(micro_batch, self.sequence_length, accumulation, processes)
 
     def total_steps(self, batch: Batch, epoch_blocks: int | None) -> int:
-        """Length of the run; `epoch_blocks`: blocks in one pass over the text, None where that is not known."""
+        """Return the length of the run in steps.
+
+        epoch_blocks: blocks in one pass over the text, or None if the text is streamed.
+        """
         if self.max_steps is not None:
             return self.max_steps
         if self.max_tokens is not None:
@@ -397,8 +412,8 @@ class PretrainConfig:
         assert self.num_train_epochs is not None
         if epoch_blocks is None:
             raise UserError(
-                f"num_train_epochs={self.num_train_epochs}: the length of a streamed text is not known before; "
-                "state max_steps or max_tokens, or hold the text in memory with --streaming false"
+                f"num_train_epochs={self.num_train_epochs}: the length of streamed text is not known in advance; "
+                "set max_steps or max_tokens, or load the text into memory with --streaming false"
             )
         return max(1, round(self.num_train_epochs * epoch_blocks / batch.blocks_per_step))
 
@@ -407,7 +422,7 @@ class PretrainConfig:
         return 0.1 * self.learning_rate if self.min_learning_rate is None else self.min_learning_rate
 
     def hub_repo_id(self) -> str:
-        """Where to push: user/name, or a name alone, which is the token's user's."""
+        """Return the repository to push to: user/name, or only a name for the account of the token."""
         return self.hub_model_id or Path(self.output_dir).name
 
     def to_dict(self) -> dict[str, Any]:
@@ -424,42 +439,41 @@ class PretrainConfig:
         lengths = [key for key in _LENGTHS if getattr(self, key) is not None]
         if len(lengths) != 1 and unreadable.isdisjoint(_LENGTHS):
             given = " and ".join(lengths) or "nothing"
-            problems.append(f"{given} given: state the length of the run by one of {', '.join(_LENGTHS)}")
+            problems.append(f"{given} given: set the length of the run by one of {', '.join(_LENGTHS)}")
         if self.min_learning_rate is not None:
             if self.lr_scheduler_type not in _WITH_MIN_LR:
                 problems.append(
-                    f"min_learning_rate={self.min_learning_rate}: lr_scheduler_type={self.lr_scheduler_type} has no "
-                    f"such end; leave it out, or use {' or '.join(_WITH_MIN_LR)}"
+                    f"min_learning_rate={self.min_learning_rate}: not used by lr_scheduler_type="
+                    f"{self.lr_scheduler_type}; leave it out, or use {' or '.join(_WITH_MIN_LR)}"
                 )
             elif sizes_fine and not 0 <= self.min_learning_rate <= self.learning_rate:
                 problems.append(
                     f"min_learning_rate={self.min_learning_rate}: must be 0 to learning_rate={self.learning_rate}"
                 )
         if self.muon_learning_rate is not None and self.optim != "muon":
-            problems.append(f"muon_learning_rate={self.muon_learning_rate}: only optim=muon has one; leave it out")
+            problems.append(f"muon_learning_rate={self.muon_learning_rate}: only used with optim=muon; leave it out")
         if sizes_fine and self.ddp_timeout <= self.stream_timeout:
             problems.append(
-                f"ddp_timeout={self.ddp_timeout:g}: must be above stream_timeout={self.stream_timeout:g}, for which a "
-                "process may wait for its text while the others wait for it"
+                f"ddp_timeout={self.ddp_timeout:g}: must be above stream_timeout={self.stream_timeout:g}, since the "
+                "other processes wait while one retries reading"
             )
         if self.per_device_train_batch_size == AUTO and (
             self.tokens_per_step is None or self.gradient_accumulation_steps is not None
         ):
             problems.append(
-                "per_device_train_batch_size=auto: is found for a stated step; give tokens_per_step, and no "
-                "gradient_accumulation_steps"
+                "per_device_train_batch_size=auto: needs tokens_per_step, and no gradient_accumulation_steps"
             )
         if self.init_from is not None and self.tokenizer.startswith("bpe-"):
             problems.append(
-                f"tokenizer={self.tokenizer}: would be trained anew, and its ids mean something else to init_from="
-                f"{self.init_from}; leave it out, or name a folder"
+                f"tokenizer={self.tokenizer}: a newly trained tokenizer does not fit the weights of init_from="
+                f"{self.init_from}; leave it out, or give a tokenizer folder"
             )
         if not self.eval_steps:
             wanted = [key for key in ("eval_train", "early_stopping_patience", "save_best") if getattr(self, key)]
-            problems += [f"{key}: nothing is evaluated with eval_steps=0; state eval_steps" for key in wanted]
+            problems += [f"{key}: nothing is evaluated with eval_steps=0; set eval_steps" for key in wanted]
         if self.lr_scheduler_type == "constant" and self.warmup_steps:
             problems.append(
-                f"warmup_steps={self.warmup_steps}: lr_scheduler_type=constant has none; use constant_with_warmup"
+                f"warmup_steps={self.warmup_steps}: lr_scheduler_type=constant has no warm-up; use constant_with_warmup"
             )
         try:
             n_positions = math.inf if self.model == AUTO else model_fields(self.model).get("n_positions", 1024)
@@ -481,10 +495,10 @@ class PretrainConfig:
 def _give_way(
     cls: type[PretrainConfig], merged: dict[str, Any], stated: frozenset[str], recipe: dict[str, Any]
 ) -> dict[str, GaveWay]:
-    """Change what is not stated in `merged` until it no longer refuses what is, where that can be.
+    """Change values in `merged` that the user did not set until they fit those that the user did.
 
-    A problem names the settings that do not go together; the first of them that nobody stated takes another value.
-    What is wrong with the recipe alone stays wrong.
+    A problem's text names the settings that conflict; the first of them that the user did not set gets another value.
+    Problems of the recipe alone remain.
     """
     defaults = {spec.name: spec.default for spec in dataclasses.fields(cls)}
     open_keys = [key for key in defaults if key not in stated]
@@ -514,16 +528,16 @@ def _problems_of(cls: type[PretrainConfig], values: dict[str, Any]) -> tuple[str
 
 
 def _kind(problem: str) -> str:
-    """A problem without its values and its hints."""
+    """Return a problem's text without values and hints, to compare problems."""
     return re.sub(r"=\S+|\d\S*", "", problem.split(";")[0])
 
 
 def _alternatives(key: str, values: dict[str, Any], default: Any) -> list[Any]:
-    """What a setting that nobody stated may be instead: the nearest values that fit, where these are known."""
-    with contextlib.suppress(UserError, *NOT_CONVERTIBLE):  # values may be of no use themselves
+    """Return values to try for a setting that the user did not set: the nearest that fit, or the default."""
+    with contextlib.suppress(UserError, *NOT_CONVERTIBLE):  # the other values may be invalid themselves
         sequence_length, given = convert(values["sequence_length"], int), values["per_device_train_batch_size"]
         micro_batch = 1 if given == AUTO else convert(given, int)
-        blocks = sequence_length * ranks()[1]  # of one on each process, in tokens
+        blocks = sequence_length * ranks()[1]  # tokens of one block on each process
         if key == "sequence_length":
             return [model_fields(_model(values)).get("n_positions", 1024)]
         if key == "model":
@@ -559,7 +573,7 @@ def _is_local(dataset: str) -> bool:
 
 
 def _exists(path: str) -> bool:
-    """Whether there is such a file or folder; a name that none can have is refused where settings are checked."""
+    """Whether there is such a file or folder. Impossible names are reported where settings are checked."""
     try:
         return Path(path).expanduser().exists()
     except (OSError, ValueError, RuntimeError):
@@ -567,7 +581,7 @@ def _exists(path: str) -> bool:
 
 
 def _has_tokenizer(init_from: str) -> bool:
-    """Whether there is a tokenizer beside these weights; what is not here is taken for a repository that has one."""
+    """Whether these weights come with a tokenizer. Hub repositories are assumed to have one."""
     from hfgpt.data.tokenization import has_tokenizer
 
     return not _exists(init_from) or has_tokenizer(Path(init_from).expanduser())

@@ -138,7 +138,7 @@ def test_several_files_of_settings_merge_and_of_a_flag_the_last_counts_with_a_wa
     assert (config.seed, config.warmup_steps, config.max_steps, config.max_tokens) == (2, 3, 5, None)
     assert not caplog.messages
     assert read(*both, "--seed", "3", "--seed=4").seed == 4
-    assert caplog.messages == ["--seed: given 2 times; the last one counts: 4"]
+    assert caplog.messages == ["--seed: given 2 times; using the last: 4"]
 
 
 @pytest.mark.parametrize(

@@ -101,7 +101,7 @@ def settled(config: PretrainConfig, resumed_from: Path | None) -> PretrainConfig
     Raises UserError where what `model` states is not what `init_from` holds, but for what computes the same (dropout).
     """
     if (tokenizer := Path(config.tokenizer).expanduser()).exists():  # so that it is known for a path anywhere
-        config = config.settled(tokenizer=str(tokenizer.absolute()))
+        config = config.with_facts(tokenizer=str(tokenizer.absolute()))
     if resumed_from is not None:
         began = read_state(resumed_from, "trainer_state")["config"]
         name = began.get("init_from")
@@ -132,7 +132,7 @@ def settled(config: PretrainConfig, resumed_from: Path | None) -> PretrainConfig
     ]
     if problems:
         raise UserError(*problems)
-    return config.settled(init_from=name, model={**there, **own})
+    return config.with_facts(init_from=name, model={**there, **own})
 
 
 def initial_weights(init_from: str, tokenizer: PreTrainedTokenizerFast, host: HostGroup) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""Callbacks for the `Pretrainer` and for transformers' own `Trainer`: throughput and MFU, perplexity."""
+"""Callbacks for the `Pretrainer`, which also work in transformers' `Trainer`, and how the loop calls them."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ from hfgpt.distributed.ranks import HostGroup
 from hfgpt.errors import UserError
 from hfgpt.evaluation.loss import perplexity
 from hfgpt.field_types import duration
-from hfgpt.training.mfu import MFUCallback, numbers
+from hfgpt.training.mfu import MFUCallback, only_numbers
 from hfgpt.training.out_of_memory import out_of_memory_named
 from hfgpt.training.progress import Progress
 from hfgpt.training.step import TrainStep
 
 logger = logging.getLogger(__name__)
 
-# What a line of progress shows of a log.
+# Entries of a log that its progress line shows.
 SHOWN = {
     "loss": "loss {:.4f}",
     "eval_loss": "eval loss {:.4f}",
     "eval_perplexity": "perplexity {:.4g}",
     "eval_bits_per_byte": "{:.4f} bits per byte",
-    "train_eval_loss": "on training text {:.4f}",
+    "train_eval_loss": "training text {:.4f}",
     "learning_rate": "rate {:.3g}",
     "grad_norm": "norm {:.3g}",
     "tokens_per_second": "{:,.0f} tokens/s",
@@ -60,8 +60,8 @@ SHOWN = {
 class PerplexityCallback(TrainerCallback):
     """Adds `eval_perplexity` = exp(`eval_loss`) to evaluation logs and metrics (`eval_X_...` for a split X).
 
-    It is the perplexity of the text if `eval_loss` is the mean over all tokens. transformers' Trainer
-    averages over rows, which is the same when all rows have equally many targets.
+    This is the perplexity of the text if `eval_loss` is the mean over all tokens. transformers' Trainer averages over
+    rows, which is the same if all rows have the same number of targets.
     """
 
     def on_log(self, args, state, control, logs=None, **kwargs) -> None:
@@ -75,11 +75,11 @@ class PerplexityCallback(TrainerCallback):
 
 @dataclass(eq=False)
 class SampleCallback(TrainerCallback):
-    """Prints what the model writes, every `every` steps: one sample of `max_new_tokens` for each of `prompts`.
+    """Prints a sample of `max_new_tokens` tokens for each of `prompts`, every `every` steps.
 
-    The same `seed` each time, so that samples differ by what was learned. `around`: a context to write in, such as
-    `MFUCallback.stopped`; the Pretrainer sets it. Where the processes share the parameters (FSDP2) all write, else the
-    main one alone.
+    The seed is the same each time, so that samples differ only by what was learned. `around` is a context to generate
+    in, such as `MFUCallback.stopped`; the Pretrainer sets it. Under FSDP2 all processes take part in generating,
+    otherwise only the main process does.
     """
 
     every: int
@@ -92,7 +92,7 @@ class SampleCallback(TrainerCallback):
     around: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def texts(self, model: Any, tokenizer: Any) -> Iterator[str]:
-        """What `hfgpt.evaluation.generate.generate` yields; raises UserError at once for what cannot be."""
+        """Generate one text per prompt. Raises UserError at once for settings that cannot work."""
         from hfgpt.evaluation.generate import generate
 
         draw: dict[str, Any] = {
@@ -104,7 +104,7 @@ class SampleCallback(TrainerCallback):
         return generate(model, tokenizer, self.prompts, max_new_tokens=self.max_new_tokens, **draw)
 
     def on_init_end(self, args, state, control, model=None, processing_class=None, **kwargs) -> None:
-        self.texts(model, processing_class)  # what is wrong with it is told before the first step
+        self.texts(model, processing_class)  # to report wrong settings before the first step
 
     def on_step_end(self, args, state, control, model=None, processing_class=None, **kwargs) -> None:
         shared = isinstance(next(model.parameters()), DTensor)
@@ -119,9 +119,9 @@ class SampleCallback(TrainerCallback):
 
 
 def log_line(state: TrainerState, logs: dict[str, Any]) -> str:
-    """A training or evaluation log as one line: `step 50/2000  loss 2.501  ...  ETA 0:03:20`; what is None is left out.
+    """Format a training or evaluation log as one line: `step 50/2000  loss 2.501  ...  ETA 0:03:20`.
 
-    The estimate covers the steps alone, at the speed of the last ones.
+    The ETA covers the remaining steps at the speed of the last ones, without evaluation and saving.
     """
     left = (state.max_steps - state.global_step) * (logs.get("step_seconds") or 0)
     shown = {key: template.format(logs[key]) for key, template in SHOWN.items() if logs.get(key) is not None}
@@ -134,7 +134,7 @@ def log_line(state: TrainerState, logs: dict[str, Any]) -> str:
 
 
 class LogLineCallback(TrainerCallback):
-    """Each log as one plain line, for output that goes to a file."""
+    """Prints each log as one line, for output that goes to a file."""
 
     def on_log(self, args, state, control, logs=None, **kwargs) -> None:
         if state.is_world_process_zero:
@@ -142,7 +142,7 @@ class LogLineCallback(TrainerCallback):
 
 
 class ProgressLineCallback(ProgressCallback):
-    """transformers' progress bar, and above it each log as one line."""
+    """Shows transformers' progress bar, and prints each log as one line above it."""
 
     def on_log(self, args, state, control, logs=None, **kwargs) -> None:
         if state.is_world_process_zero and self.training_bar is not None:
@@ -150,10 +150,10 @@ class ProgressLineCallback(ProgressCallback):
 
 
 class CallbackArguments(TrainingArguments):
-    """The `TrainingArguments` that callbacks read, for a run that Accelerate has been started for.
+    """`TrainingArguments` for callbacks, which use the Accelerate state of the run.
 
-    transformers' own would start Accelerate again, for the devices that it would choose. What trackers keep of them as
-    the settings of the run are those of its `PretrainConfig`.
+    transformers' own class would start Accelerate again with its own choice of device. `to_dict`, which trackers record
+    as the run's settings, returns the `PretrainConfig`.
     """
 
     config: PretrainConfig | None = None
@@ -171,7 +171,7 @@ class CallbackArguments(TrainingArguments):
         return super().to_dict() if self.config is None else self.config.to_dict()
 
 
-# Settings that have one name and one meaning here and in TrainingArguments.
+# Settings with the same name and meaning in TrainingArguments.
 _SHARED = (
     "seed", "learning_rate", "lr_scheduler_type", "warmup_steps", "weight_decay", "adam_beta1",
     "adam_beta2", "adam_epsilon", "max_grad_norm", "logging_steps", "eval_steps", "save_steps", "save_total_limit",
@@ -182,10 +182,10 @@ _SHARED = (
 def callback_arguments(
     config: PretrainConfig, batch: Batch, max_steps: int, precision: str, compiled: bool, resumed_from: Path | None
 ) -> CallbackArguments:
-    """What callbacks read of the run as it was settled before its first step."""
+    """Build the `TrainingArguments` that callbacks receive."""
     args = CallbackArguments(
         **{name: getattr(config, name) for name in _SHARED},
-        output_dir=os.path.abspath(config.output_dir),  # trackers warn about one that is called as the run is
+        output_dir=os.path.abspath(config.output_dir),  # trackers warn if it equals run_name
         run_name=config.run_name or Path(config.output_dir).name,
         max_steps=max_steps,
         num_train_epochs=config.num_train_epochs or 1,
@@ -204,15 +204,15 @@ def callback_arguments(
         report_to=tracker_names(config.report_to) or "none",
         use_cpu=PartialState().device.type == "cpu",
     )
-    # Set late: on the way in, some would change torch's settings, or be refused for a device they were chosen for.
+    # Set afterwards: __post_init__ would change torch's settings, or refuse values that it thinks the device lacks.
     args.bf16, args.fp16, args.torch_compile = precision == "bf16", precision == "fp16", compiled
     args.gradient_checkpointing = args.activation_checkpointing = config.gradient_checkpointing
     args.config = config
     return args
 
 
-def wanted_callbacks(config: PretrainConfig) -> list[TrainerCallback]:
-    """Those that settings ask for."""
+def configured_callbacks(config: PretrainConfig) -> list[TrainerCallback]:
+    """Return the callbacks that settings turn on."""
     wanted: list[TrainerCallback] = []
     if config.sample_steps:
         wanted.append(SampleCallback(config.sample_steps, [config.sample_prompt or ""]))
@@ -222,7 +222,7 @@ def wanted_callbacks(config: PretrainConfig) -> list[TrainerCallback]:
 
 
 def callback_states(callbacks: list[TrainerCallback]) -> dict[str, list[dict[str, Any]]]:
-    """What callbacks have counted so far, by the name of their class; of several of one class in their order."""
+    """Return the state of all exportable callbacks, by class name; a list, as there may be several of one class."""
     states: dict[str, list[dict[str, Any]]] = {}
     for one in callbacks:
         if isinstance(one, ExportableState):
@@ -234,9 +234,11 @@ def callback_states(callbacks: list[TrainerCallback]) -> dict[str, list[dict[str
 
 
 def restore_callbacks(callbacks: list[TrainerCallback], states: dict[str, Any]) -> None:
-    """Give each callback what it had counted: of one class first those with the arguments they had, then in order."""
+    """Restore the state of callbacks. Those of one class are matched by their arguments first, then by order."""
     for name, saved in states.items():
-        left = [{"attributes": saved}] if isinstance(saved, dict) else list(saved)  # a dict: of an older checkpoint
+        left = (
+            [{"attributes": saved}] if isinstance(saved, dict) else list(saved)
+        )  # a dict in checkpoints of version 0.1
         waiting = [one for one in callbacks if isinstance(one, ExportableState) and type(one).__name__ == name]
         for with_same_arguments in (True, False):
             for one in list(waiting):
@@ -254,7 +256,7 @@ def _as_text(args: Any) -> str:
 
 
 def tracker_names(report_to: str) -> list[str]:
-    """The trackers in `report_to`, each once; for "all" those that are installed."""
+    """Return the trackers in `report_to`, each once. "all" means those that are installed."""
     names = dict.fromkeys(name.strip() for name in report_to.split(","))
     if "all" in names:
         names |= dict.fromkeys(get_available_reporting_integrations())
@@ -262,7 +264,7 @@ def tracker_names(report_to: str) -> list[str]:
 
 
 TRACKER_EXTRAS = ("tensorboard", "wandb", "trackio", "mlflow")
-# Of the others: modules, one of which must be there, and the package, where they are not called as the tracker is.
+# Modules, one of which must be installed, and packages, if they are not named like the tracker.
 _MODULES = {
     "tensorboard": ("tensorboard", "tensorboardX"),
     "azure_ml": ("azureml",),
@@ -273,7 +275,7 @@ _PACKAGES = {"azure_ml": "azureml-core", "comet_ml": "comet-ml", "flyte": "flyte
 
 
 def trackers(report_to: str) -> list[TrainerCallback]:
-    """transformers' callback of each tracker. Raises UserError for names it does not know, and packages not there."""
+    """Build transformers' callback of each tracker. Raises UserError for unknown names and missing packages."""
     found, problems = [], []
     names = tracker_names(report_to)
     if not names and "all" in report_to:
@@ -285,23 +287,23 @@ def trackers(report_to: str) -> list[TrainerCallback]:
             problems.append(f"report_to={name}: no such tracker; {hint}")
         elif not any(find_spec(module) for module in _MODULES.get(name, (name,))):
             package = f"'hfgpt[{name}]'" if name in TRACKER_EXTRAS else _PACKAGES.get(name, name)
-            problems.append(f"report_to={name}: is not installed; pip install {package}")
+            problems.append(f"report_to={name}: not installed; pip install {package}")
         else:
             try:
                 found.append(INTEGRATION_TO_CALLBACK[name]())
-            except Exception as error:  # each package has faults of its own
+            except Exception as error:  # trackers fail in many ways when they start
                 reason = " ".join(str(error).split()) or type(error).__name__
-                problems.append(f"report_to={name}: cannot be used: {reason}")
+                problems.append(f"report_to={name}: cannot start: {reason}")
     if problems:
         raise UserError(*problems)
     return found
 
 
 class Callbacks:
-    """The callbacks of a run, in transformers' order, with the arguments, state and control that they share.
+    """Calls the callbacks of a run, as transformers' Trainer does, with shared arguments, state and control.
 
-    What is due comes first, then MFU and perplexity, those that settings ask for, the user's own, trackers, and the
-    display, so that each sees the figures that the ones before it added.
+    The order is: the flow control, MFU and perplexity, those that settings turn on, the user's, trackers, the display.
+    So each sees the values that the ones before it added to a log.
     """
 
     def __init__(
@@ -317,7 +319,7 @@ class Callbacks:
         blocks_per_epoch: int | None,
         saved_states: dict[str, Any],
     ) -> None:
-        """is_main: of all processes, and of this machine. saved_states: as `states` gave them."""
+        """is_main: main process of the run, and of this machine. saved_states: returned by `states` earlier."""
         self.args, self.progress, self.has_own = args, progress, bool(own)
         self.steps_per_epoch = (
             blocks_per_epoch / step.batch.blocks_per_step if blocks_per_epoch else max(args.max_steps, 1)
@@ -339,11 +341,11 @@ class Callbacks:
             is_world_process_zero=is_main[0],
             is_local_process_zero=is_main[1],
         )
-        callbacks = [self.mfu, PerplexityCallback(), *wanted_callbacks(config), *own, *reporting]
+        callbacks = [self.mfu, PerplexityCallback(), *configured_callbacks(config), *own, *reporting]
 
         @contextmanager
         def outside_the_clock() -> Iterator[None]:
-            """For what a callback does with the model: in training's precision, outside its clock."""
+            """Stop the clock and use the precision of training while a callback runs the model."""
             with self.mfu.stopped(), step.accelerator.autocast():
                 yield
 
@@ -358,7 +360,7 @@ class Callbacks:
         self.call("on_init_end")
 
     def call(self, event: str, *arguments: Any) -> None:
-        """Call `event` of each callback; what they want done is in `control`."""
+        """Call `event` of each callback. Their requests are in `control`."""
         state, progress = self.state, self.progress
         state.global_step, state.num_input_tokens_seen = progress.step, progress.num_input_tokens_seen
         state.epoch = progress.step / self.steps_per_epoch
@@ -366,31 +368,31 @@ class Callbacks:
         control = getattr(self.handler, event)(self.args, state, self.control, *arguments)
         vars(self.control).update(vars(control))  # a callback may return a new one
 
-    def report(self, figures: dict[str, Any]) -> None:
-        """Give callbacks and trackers `figures` as transformers' Trainer gives a log; what they add is in `figures`."""
+    def report(self, values: dict[str, Any]) -> None:
+        """Send the log `values` to callbacks and trackers. Values that they add are added to `values`."""
         counters = {"num_input_tokens_seen": self.progress.num_input_tokens_seen}
-        logs = numbers({**figures, **counters, "wall_seconds": self.mfu.total_seconds})
-        record = {**figures, **counters, "step": self.progress.step}
+        logs = only_numbers({**values, **counters, "wall_seconds": self.mfu.total_seconds})
+        record = {**values, **counters, "step": self.progress.step}
         self.state.log_history.append(record)
         try:
             self.call("on_log", logs)
         finally:
             counted = ("step", "wall_seconds", *counters)
-            figures |= {key: value for key, value in {**record, **logs}.items() if key not in counted}
+            values |= {key: value for key, value in {**record, **logs}.items() if key not in counted}
 
     def agree(self, ranks: HostGroup) -> None:
-        """What a callback of the user's wants on one process is done on all."""
+        """Make what a user's callback requests on one process happen on all."""
         if self.has_own and ranks.world > 1:
             for wanted in ranks.gather(vars(self.control)):
                 for name, value in wanted.items():
                     setattr(self.control, name, value or getattr(self.control, name))
 
     def states(self) -> dict[str, list[dict[str, Any]]]:
-        """What callbacks have counted so far, for a checkpoint."""
+        """Return the state of the callbacks, for a checkpoint."""
         return callback_states(self.handler.callbacks)
 
     def why_stopped(self) -> str:
-        """What a callback has ended the run for, in words."""
+        """Return why a callback ended the run."""
         for one in self.handler.callbacks:
             if (
                 isinstance(one, EarlyStoppingCallback)

@@ -1,4 +1,4 @@
-"""What is saved and reported when a run cannot continue."""
+"""What is saved and reported when a run fails."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from hfgpt.training.setup import TrainingRun
 
 @contextmanager
 def saved_on_failure(run: TrainingRun) -> Iterator[None]:
-    """An exception inside is recorded as the end of the run, after a checkpoint of the last finished step.
+    """Save the last finished step and record the end of the run if an exception is raised inside.
 
-    What users can act on becomes a RunError that says how to continue. Any other exception stays what it is, with
-    attributes for `run_recipe`: `end_of_run`, which says the same, and `traceback_file`.
+    Errors that the user can act on become a RunError that says how to continue. Other exceptions are raised again with
+    attributes for `run_recipe`: `end_of_run`, with the same sentence, and `traceback_file`.
     """
     try:
         yield
@@ -50,7 +50,7 @@ def saved_on_failure(run: TrainingRun) -> Iterator[None]:
 
 
 def _save_alone(run: TrainingRun) -> list[str]:
-    """Save the last finished step on the main process, without callbacks; if that cannot be, the reason in words."""
+    """Save the last finished step on the main process, without callbacks. Returns the reason if that fails."""
     step = run.progress.step
     if not run.is_main or step == 0:
         return []
@@ -64,9 +64,9 @@ def _save_alone(run: TrainingRun) -> list[str]:
         if step == run.saver.saved_step and not run.saver.failures:
             return []
         if run.step.is_updating:
-            return [f"step {step} is not saved, as the next one had begun to change the model"]
+            return [f"step {step} is not saved, because the next step had already begun to change the model"]
         if run.machine.is_sharded:
-            return [f"step {step} is not saved, as the processes share the model and only all of them can save it"]
+            return [f"step {step} is not saved, because under FSDP2 all processes are needed to save it"]
         start_save(run, after_failure=True)
         outcome = run.saver.ended(wait=True)
         record_saved(run, outcome)
@@ -76,7 +76,7 @@ def _save_alone(run: TrainingRun) -> list[str]:
 
 
 def how_to_continue(run: TrainingRun) -> str:
-    """The end of the line that says why a run has ended."""
+    """Return how to continue the run, for the end of an error message."""
     # On other machines the folder of the main process may not be visible.
     saved_elsewhere = run.saver.saved_step is not None and not run.is_main
     if run.folder.checkpoints() or saved_elsewhere:

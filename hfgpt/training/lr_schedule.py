@@ -12,12 +12,11 @@ from hfgpt.config import PretrainConfig
 
 
 class LearningRate:
-    """Learning rate of step 1, 2, ...: a curve of `curve_steps` steps, of which step `since` stands at place `at`, and
-    each later one `pace` further on.
+    """The learning rate of steps 1, 2, ..., following one of transformers' schedules over `curve_steps` steps.
 
-    The shapes are those of transformers. Step k of an undisturbed run takes the curve's value at k, not k - 1, so the
-    first step of a warm-up already moves, its last one has the peak, and the last step of the run has the end of the
-    decay, which then stays.
+    Step `since` takes the schedule's value at position `at`, and each later step moves `pace` positions further.
+    Step k of an uninterrupted run takes the value at k, not k - 1: the first warm-up step is above zero, the last one
+    has the peak, and the last step of the run has the end of the decay, which later steps keep.
     """
 
     def __init__(
@@ -38,24 +37,26 @@ class LearningRate:
     def __call__(self, step: int) -> float:
         return self._peak * self._factor(min(self._place(step), self.curve_steps))
 
-    def go_on(self, step: int, max_steps: int, how: str) -> str | None:
-        """Go on after `step` in a run that is to end at `max_steps`; what that means, in words, where the curve ends
-        at another step. It is kept, or what is left of it is stretched to the new end: the rate does not jump.
+    def extend(self, step: int, max_steps: int, how: str) -> str | None:
+        """Continue after `step` in a run that now ends at `max_steps`, without a jump in the rate.
+
+        how: "keep" leaves the schedule as it is, "stretch" fits the rest of it to the new end. Returns a sentence for
+        the log if the schedule ends at another step than the run.
         """
         end = self.since + round((self.curve_steps - self.at) / self.pace) if self.pace else self.since
         if end == max_steps:
             return None
         if how == "keep":
-            said = f"keeps the curve it was started with, which ends at step {end}, not at max_steps={max_steps}"
+            change = f"keeps its schedule, which ends at step {end}, not at max_steps={max_steps}"
         else:
-            said = f"takes what is left of its curve, which ended at step {end}, stretched to max_steps={max_steps}"
+            change = f"schedule, which ended at step {end}, is stretched to max_steps={max_steps}"
             place = self._place(step)
             left = max(self.curve_steps - place, 0.0)
             self.since, self.at, self.pace = step, place, left / max(max_steps - step, 1)
-        return f"the learning rate {said}"
+        return f"the learning rate {change}"
 
     def state(self) -> dict[str, Any]:
-        """What to pass besides the configuration to go on with the same curve."""
+        """Return the arguments that build the same schedule again, besides the configuration."""
         return {"curve_steps": self.curve_steps, "since": self.since, "at": self.at, "pace": self.pace}
 
     def _place(self, step: int) -> float:

@@ -26,21 +26,20 @@ logger = logging.getLogger(__name__)
 class MFUCallback(TrainerCallback):
     """Adds `step_seconds, tokens_per_second, mfu, peak_tflops, peak_source, wall_seconds` to each training log.
 
-    They cover the steps since the last log, waiting for data included; evaluation, saving and the first
-    `warmup_steps` steps of the process (compilation) are outside the clock. Where no counted step is left, the
-    figures are None. `hfu` (recomputation counted as work) is added when gradient checkpointing is on. Where the loop
-    keeps a record of the log, as transformers' does in `state.log_history`, text and None go there alone: trackers plot
-    what is in a log, and warn about all that is not a number.
+    The values cover the steps since the last log, including waits for data. Evaluation, saving and the first
+    `warmup_steps` steps of the process (compilation) are not timed; if no timed step is left, the values are None.
+    `hfu`, which counts recomputation as work, is added with gradient checkpointing. Trackers warn about values that are
+    not numbers, so text and None are only added to the loop's own record, `state.log_history`.
 
-    transformers' Trainer runs callbacks given to its constructor after the trackers. To let these see the figures,
-    put it behind the first callback, which decides what is due: `trainer.callback_handler.callbacks.insert(1, it)`.
+    transformers' Trainer calls its trackers before callbacks passed to its constructor. To let trackers see the values,
+    insert this one after the first callback: `trainer.callback_handler.callbacks.insert(1, MFUCallback(...))`.
 
-    tokens_per_step: tokens of one step over all processes. None takes what the trainer counts
+    tokens_per_step: tokens of one step over all processes. None uses the trainer's own count
         (`TrainingArguments(include_num_input_tokens_seen=...)`; "non_padding" leaves padding out).
-    sequence_length: tokens per row, for the attention term. None takes the model's `n_positions`.
-    peak_tflops: dense peak of one device. None looks the device up, or measures a matmul at train begin.
-    precision: "bf16", "fp16" or "no", for the look-up. None takes it from the training arguments or weights.
-    clock: seconds, rising.
+    sequence_length: tokens per row, for the attention term. None uses the model's `n_positions`.
+    peak_tflops: dense peak of one device. None looks it up, or measures a matmul when training begins.
+    precision: "bf16", "fp16" or "no", for the peak. None takes it from the training arguments or weights.
+    clock: returns seconds.
     """
 
     tokens_per_step: int | None = None
@@ -49,7 +48,7 @@ class MFUCallback(TrainerCallback):
     precision: str | None = None
     warmup_steps: int = 1
     clock: Callable[[], float] = time.perf_counter
-    total_seconds: float = 0.0  # counted seconds of training so far; a resumed run sets what it had
+    total_seconds: float = 0.0  # timed seconds of training so far; a resumed run starts from its earlier total
 
     def __post_init__(self) -> None:
         self._process_steps, self._warned = 0, False
@@ -58,7 +57,7 @@ class MFUCallback(TrainerCallback):
         counted_by_trainer = getattr(args, "include_num_input_tokens_seen", "no")
         if self.tokens_per_step is None and counted_by_trainer in ("no", False):
             raise UserError(
-                "MFUCallback cannot tell the tokens of a step: pass tokens_per_step, or set "
+                "MFUCallback does not know the tokens per step: pass tokens_per_step, or set "
                 'include_num_input_tokens_seen="all" in the TrainingArguments'
             )
         model = extract_model_from_parallel(model, keep_torch_compile=False)
@@ -72,7 +71,10 @@ class MFUCallback(TrainerCallback):
             self._peak = device_peak(self._device, self.precision or _precision(args, weight.dtype))
         if self.sequence_length is None:
             self.sequence_length = model.config.n_positions
-            logger.warning("MFU takes rows of n_positions = %d tokens; else pass sequence_length", self.sequence_length)
+            logger.warning(
+                "MFU assumes rows of n_positions = %d tokens; pass sequence_length if that is wrong",
+                self.sequence_length,
+            )
         self._flops = {"mfu": training_flops_per_token(model.config, self.sequence_length)}
         if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
             self._flops["hfu"] = self._flops["mfu"] + recomputed_flops_per_token(model.config, self.sequence_length)
@@ -96,24 +98,24 @@ class MFUCallback(TrainerCallback):
             return
         self._lap(wait=True)
         steps, seconds = self._window_steps, self._window_seconds
-        figures: dict[str, Any] = dict.fromkeys(("step_seconds", "tokens_per_second", "mfu"))
-        figures |= {"peak_tflops": self._peak.tflops, "peak_source": self._peak.source}
-        figures["wall_seconds"] = self.total_seconds
+        values: dict[str, Any] = dict.fromkeys(("step_seconds", "tokens_per_second", "mfu"))
+        values |= {"peak_tflops": self._peak.tflops, "peak_source": self._peak.source}
+        values["wall_seconds"] = self.total_seconds
         if steps and seconds > 0:
             rate = self._window_tokens / seconds
-            figures |= {"step_seconds": seconds / steps, "tokens_per_second": rate}
+            values |= {"step_seconds": seconds / steps, "tokens_per_second": rate}
             if self._peak.tflops is not None:
                 for key, flops_per_token in self._flops.items():
-                    figures[key] = mfu(rate, flops_per_token, self._peak.tflops, self._devices)
-                if figures["mfu"] > 1 and not self._warned:
+                    values[key] = mfu(rate, flops_per_token, self._peak.tflops, self._devices)
+                if values["mfu"] > 1 and not self._warned:
                     self._warned = True
                     warning = "MFU is %.2f, above 1: check the peak (%s TFLOP/s, %s) and the tokens per step"
-                    logger.warning(warning, figures["mfu"], *self._peak)
-        # A copy of the log, made before the callbacks.
+                    logger.warning(warning, values["mfu"], *self._peak)
+        # The loop copied the log before calling the callbacks.
         if state.log_history and state.log_history[-1].get("step") == state.global_step:
-            state.log_history[-1].update(figures)
-            figures = numbers(figures)
-        logs.update(figures)
+            state.log_history[-1].update(values)
+            values = only_numbers(values)
+        logs.update(values)
         self._open_window()
 
     def on_evaluate(self, args, state, control, **kwargs) -> None:
@@ -123,7 +125,7 @@ class MFUCallback(TrainerCallback):
 
     @contextmanager
     def stopped(self) -> Iterator[None]:
-        """What is done inside is outside the clock."""
+        """Stop the clock for what is done inside."""
         self._lap(wait=True)
         yield
         self._mark = self.clock()
@@ -132,9 +134,9 @@ class MFUCallback(TrainerCallback):
         self._window_seconds, self._window_steps, self._window_tokens = 0.0, 0, 0
 
     def _lap(self, wait: bool) -> None:
-        """Counts the time since the last mark, unless still warming up; `wait` for the device first.
+        """Add the time since the last mark, unless warming up. `wait`: synchronise the device first.
 
-        Between logs nobody waits: launch times are early, but the window closes on a device that is done.
+        Steps between logs are not synchronised: kernels are launched ahead of time, but the log waits for all of them.
         """
         if wait:
             synchronize(self._device)
@@ -155,6 +157,6 @@ def _precision(args, weight_dtype: torch.dtype) -> str:
     return "no"
 
 
-def numbers(logs: dict[str, Any]) -> dict[str, Any]:
-    """What trackers can plot of a log."""
+def only_numbers(logs: dict[str, Any]) -> dict[str, Any]:
+    """Return the values of a log that are numbers, for trackers."""
     return {key: value for key, value in logs.items() if isinstance(value, int | float)}

@@ -11,14 +11,14 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from hfgpt.config import PretrainConfig
 
-# Of Muon; with 0.95, its usual one, short runs of small batches end 2 % higher (tests/benchmarks/LEDGER.md).
+# The usual 0.95 ends 2 % higher in short runs with small batches (tests/benchmarks/LEDGER.md).
 MUON_MOMENTUM = 0.9
-# Of the matrices that are orthogonalised at a time: more would take memory, and no time off.
+# Elements orthogonalised at once: more would take memory and save no time.
 BATCH_ELEMENTS = 2**23
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Matrices and embeddings decay, biases and norms do not; every trainable parameter is in exactly one group."""
+    """Split the trainable parameters: matrices and embeddings decay, biases and norms do not."""
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return [
         {"params": [p for p in trainable if p.dim() >= 2], "weight_decay": weight_decay},
@@ -27,9 +27,9 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
 
 
 def build_optimizer(model: nn.Module, config: PretrainConfig) -> torch.optim.Optimizer:
-    """AdamW for all parameters, or Muon for the matrices of the blocks and AdamW for the others.
+    """Build AdamW for all parameters, or Muon for the matrices of the blocks and AdamW for the rest.
 
-    Fused, as only that form of AdamW can leave a step out (`found_inf`) without the host having to look.
+    AdamW is fused: only that form can skip a step on the device (`found_inf`), without a synchronisation.
     """
     groups, betas = parameter_groups(model, config.weight_decay), (config.adam_beta1, config.adam_beta2)
     options: dict[str, Any] = {"lr": config.learning_rate, "betas": betas, "eps": config.adam_epsilon, "fused": True}
@@ -45,10 +45,10 @@ def build_optimizer(model: nn.Module, config: PretrainConfig) -> torch.optim.Opt
 
 
 class BatchedMuon(torch.optim.Muon):
-    """torch's Muon, its updates to the bit, with matrices of one shape orthogonalised together.
+    """torch's Muon with matrices of one shape orthogonalised together; the updates are equal bit for bit.
 
-    It takes half the time on two cores (tests/benchmarks/LEDGER.md). Where processes share the parameters, a batch is
-    gathered once, and not each matrix in each product. Always with Nesterov's momentum and updates as large as AdamW's.
+    This halves its time on two cores (tests/benchmarks/LEDGER.md), and under FSDP2 gathers a batch once instead of
+    each matrix in each product. Momentum is Nesterov's, and updates are scaled to the size of AdamW's.
     """
 
     def __init__(self, params: list[nn.Parameter], lr: float, weight_decay: float, momentum: float) -> None:
@@ -61,19 +61,19 @@ class BatchedMuon(torch.optim.Muon):
                 self._step(batch, group)
 
     def _step(self, batch: list[nn.Parameter], group: dict[str, Any]) -> None:
-        """For parameters (rows, columns) of one shape."""
+        """Update the parameters in `batch`, all of one shape (rows, columns)."""
         updates = []
         for parameter in batch:
             gradient, state = cast(Tensor, parameter.grad), self.state[parameter]
             if not state:
                 state["momentum_buffer"] = torch.zeros_like(gradient)
             momentum = state["momentum_buffer"].lerp_(gradient, 1 - group["momentum"])
-            updates.append(gradient.lerp(momentum, group["momentum"]))  # Nesterov's
+            updates.append(gradient.lerp(momentum, group["momentum"]))  # Nesterov
         stacked = torch.stack(updates)
         if isinstance(stacked, DTensor):
             stacked = stacked.full_tensor()
-        made = orthogonalized(stacked, group["ns_coefficients"], group["ns_steps"], group["eps"])
-        rate = group["lr"] * 0.2 * max(stacked.shape[1:]) ** 0.5  # of match_rms_adamw
+        made = orthogonalize(stacked, group["ns_coefficients"], group["ns_steps"], group["eps"])
+        rate = group["lr"] * 0.2 * max(stacked.shape[1:]) ** 0.5  # the factor of match_rms_adamw
         for parameter, update in zip(batch, made, strict=True):
             if isinstance(parameter, DTensor):
                 update = distribute_tensor(update, parameter.device_mesh, parameter.placements, src_data_rank=None)
@@ -82,7 +82,7 @@ class BatchedMuon(torch.optim.Muon):
 
 
 def _batches(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Those with gradients, by shape."""
+    """Group the parameters that have gradients by shape."""
     by_shape: dict[torch.Size, list[nn.Parameter]] = {}
     for parameter in parameters:
         if parameter.grad is not None:
@@ -93,16 +93,17 @@ def _batches(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
             yield alike[first : first + size]
 
 
-def orthogonalized(matrices: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
-    """Nearly the orthogonal factors of `matrices` (n, rows, columns), in bf16, by the Newton-Schulz iteration of Muon
-    (Jordan et al. 2024): X <- a X + (b A + c A A) X with A = X X^T.
+def orthogonalize(matrices: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
+    """Return nearly orthogonal matrices close to `matrices` (n, rows, columns), computed in bf16.
+
+    The Newton-Schulz iteration of Muon (Jordan et al. 2024): X <- a X + (b A + c A A) X with A = X X^T.
     """
     a, b, c = coefficients
     x = matrices.bfloat16()
     if tall := x.shape[1] > x.shape[2]:
         x = x.mT
     x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=eps)
-    x = x.squeeze(0)  # as torch does with one alone: a batch of one may round otherwise
+    x = x.squeeze(0)  # a batch of one may round differently from the single matrix that torch uses
     add_product = torch.addmm if x.dim() == 2 else torch.baddbmm
     for _ in range(steps):
         gram = x @ x.mT
@@ -111,10 +112,10 @@ def orthogonalized(matrices: Tensor, coefficients: tuple[float, float, float], s
 
 
 class MuonWithAdamW(torch.optim.Optimizer):
-    """Muon for one group of matrices and torch's AdamW for the other groups, as one optimizer with one state.
+    """Muon for the first parameter group and AdamW for the others, as one optimizer with one state.
 
-    Muon orthogonalises each update (Jordan et al. 2024), scaled to the size that AdamW's have (Liu et al. 2025), so
-    that AdamW's learning rates serve. A step is left out where `found_inf` is 1; that the host has to look for.
+    Muon orthogonalises each update (Jordan et al. 2024), scaled to the size of AdamW's updates (Liu et al. 2025), so
+    that learning rates tuned for AdamW work. A step is skipped if `found_inf` is 1, which synchronises the device.
     """
 
     def __init__(self, muon: torch.optim.Muon, adamw: torch.optim.AdamW) -> None:
@@ -125,7 +126,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         if getattr(self, "found_inf", 0):
             return
-        # Handed over at each step, as loading a state makes new ones.
+        # Passed at each step, because loading a state replaces these objects.
         for part, groups in ((self.muon, self.param_groups[:1]), (self.adamw, self.param_groups[1:])):
             part.param_groups, part.state = groups, self.state
             part.step()

@@ -1,4 +1,4 @@
-"""What a run will do, said aloud before its first step."""
+"""`Plan`: what a run will do. It is printed before the first step and kept in run.json."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from hfgpt.model.memory import Setting, training_memory
 
 
 def setting_of(config: PretrainConfig, batch: Batch, precision: str, shares: int, device_type: str) -> Setting:
-    """How a process of the run trains, for the memory that it needs; not compiled unless changed."""
+    """Return the settings that the memory estimate of one process depends on."""
     return Setting(
         micro_batch=batch.micro_batch,
         sequence_length=batch.sequence_length,
@@ -41,10 +41,10 @@ def setting_of(config: PretrainConfig, batch: Batch, precision: str, shares: int
 
 
 def check_memory(config: PretrainConfig, batch: Batch, setting: Setting, available_bytes: int | None) -> None:
-    """Raise UserError for sizes far beyond the device; the smallest vocabulary stands for the one not yet known."""
+    """Raise UserError if the sizes are far beyond the device. The vocabulary is not known yet and counts as zero."""
     model = GPT2Config(**{**model_fields(config.model), "vocab_size": 2, "bos_token_id": None, "eos_token_id": None})
     needed = training_memory(model, setting).peak
-    needed += 12 * batch.tokens_per_step // batch.processes  # the token blocks of a step
+    needed += 12 * batch.tokens_per_step // batch.processes  # token ids of a step
     if available_bytes and needed > 2 * available_bytes:
         raise UserError(
             f"per_device_train_batch_size={batch.micro_batch} x sequence_length={batch.sequence_length} x accumulation "
@@ -55,7 +55,7 @@ def check_memory(config: PretrainConfig, batch: Batch, setting: Setting, availab
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything decided before the first step; `lines` is what is printed, `to_dict` goes to run.json."""
+    """Everything decided before the first step. `lines` is printed, `to_dict` goes to run.json."""
 
     config: PretrainConfig
     model: GPT2Config
@@ -73,7 +73,7 @@ class Plan:
         counts = parameter_counts(model)
         name = config.model if isinstance(config.model, str) else "custom"
         memory, shares = training_memory(model, self.setting).peak, self.setting.shares
-        sharing = f", with the parameters split over {shares} processes" if shares > 1 else ""
+        sharing = f", parameters sharded over {shares} processes" if shares > 1 else ""
         every = f"every {config.save_steps} steps and " if config.save_steps else ""
         rows = [
             (
@@ -81,7 +81,7 @@ class Plan:
                 f"{name}: {model.n_layer} layers, {model.n_head} heads, {model.n_embd} wide; "
                 f"{counts.total:,} parameters ({counts.without_positions:,} without positions)",
             ),
-            *([("weights", f"begun from {config.init_from}")] if config.init_from else []),
+            *([("weights", f"start from {config.init_from}")] if config.init_from else []),
             *(("changed", f"{key}: {change}") for key, change in config.gave_way.items()),
             *(("text", line) for line in self.text),
             ("step", batch.said()),
@@ -89,7 +89,7 @@ class Plan:
             (
                 "rate",
                 f"{config.lr_scheduler_type}: {config.warmup_steps} warm-up steps to {config.learning_rate:g}"
-                + ("; the run ends in its warm-up" if config.warmup_steps > self.max_steps else ""),
+                + ("; the run ends during warm-up" if config.warmup_steps > self.max_steps else ""),
             ),
             ("device", f"{self.device}; {self.precision.name} ({self.precision.reason})"),
             ("compile", f"{'on' if self.compile.enabled else 'off'} ({self.compile.reason})"),
@@ -100,14 +100,14 @@ class Plan:
         return [f"{key:<8} {value}" for key, value in rows]
 
     def choices(self) -> dict[str, Any]:
-        """What may differ on another machine, and with it the last bits of a result."""
+        """Return the choices that depend on the machine and may change the last bits of a result."""
         found = {
             "precision": self.precision.name,
             "compiled": self.compile.enabled,
             "processes": self.batch.processes,
             "device": self.device,
         }
-        if self.setting.device == "cpu":  # each number of threads adds up in another order
+        if self.setting.device == "cpu":  # the number of threads changes the order of sums
             found["threads"] = torch.get_num_threads()
         return found
 
@@ -124,7 +124,7 @@ class Plan:
 
 
 def run_facts(run_id: str, plan: Plan, data: dict[str, Any]) -> dict[str, Any]:
-    """Content of run.json; `data` is the fingerprint of the training text."""
+    """Return the content of run.json. `data`: fingerprint of the training text."""
     packages = ("torch", "transformers", "accelerate", "datasets", "tokenizers", "safetensors")
     counts = parameter_counts(plan.model)
     return {
@@ -150,7 +150,7 @@ def run_facts(run_id: str, plan: Plan, data: dict[str, Any]) -> dict[str, Any]:
 
 
 def _git_revision(folder: Path) -> str | None:
-    """Commit of the repository that the recipe's folder lies in, if it lies in one."""
+    """Return the commit of the git repository that contains `folder`, if any."""
     try:
         command = ["git", "rev-parse", "HEAD"]
         return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout.strip()

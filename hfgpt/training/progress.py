@@ -1,4 +1,4 @@
-"""How far a run has come: what `trainer_state.json` holds of it."""
+"""`Progress`: the counters and newest results that `trainer_state.json` keeps."""
 
 from __future__ import annotations
 
@@ -11,22 +11,24 @@ from typing import Any
 
 @dataclass
 class Progress:
-    """Counters and newest results of a run, kept in each checkpoint."""
+    """Counters and newest results of a run, saved in each checkpoint."""
 
-    run_id: str = field(default_factory=lambda: uuid.uuid4().hex)  # by which checkpoints know the run
+    run_id: str = field(default_factory=lambda: uuid.uuid4().hex)  # identifies the run that a checkpoint belongs to
     step: int = 0  # finished optimizer updates
     num_input_tokens_seen: int = 0  # target tokens over all processes
-    wall_seconds: float = 0.0  # of training, over resumes; evaluation, saving and compilation are outside
-    skipped_rows: Counter[str] = field(default_factory=Counter)  # rows of text that could not be used, by reason
-    evaluation: dict[str, Any] = field(default_factory=dict)  # the newest record, of step `evaluation_step`
+    wall_seconds: float = 0.0  # training time over all resumes, without evaluation, saving and compilation
+    skipped_rows: Counter[str] = field(default_factory=Counter)  # unusable rows of text, counted by reason
+    evaluation: dict[str, Any] = field(
+        default_factory=dict
+    )  # the newest evaluation record, made at step `evaluation_step`
     evaluation_step: int = 0
-    evaluation_is_due: bool = False  # a signal ended one early
+    evaluation_is_due: bool = False  # a signal interrupted one
     best_metric: float | None = None
     best_step: int | None = None
 
     def to_json(self) -> dict[str, Any]:
         state = {one.name: getattr(self, one.name) for one in fields(self)}
-        # JSON has no infinity: an evaluation that overflows is not kept.
+        # JSON has no infinity, so an overflowing evaluation is not kept.
         is_finite = math.isfinite(self.evaluation.get("eval_perplexity", math.nan))
         return {**state, "skipped_rows": dict(self.skipped_rows), "evaluation": self.evaluation if is_finite else None}
 
@@ -37,7 +39,7 @@ class Progress:
         return cls(**{**known, "skipped_rows": skipped_rows, "evaluation": state["evaluation"] or {}})
 
     def note_evaluation(self, metrics: dict[str, Any]) -> bool:
-        """Keep the evaluation of the current step; whether it is the best so far."""
+        """Keep the evaluation of the current step. Returns whether it is the best so far."""
         self.evaluation, self.evaluation_step = metrics, self.step
         is_best = metrics["eval_loss"] < (math.inf if self.best_metric is None else self.best_metric)
         if is_best:

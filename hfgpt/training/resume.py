@@ -1,4 +1,4 @@
-"""A run that continues from a checkpoint: what it had reached, and what is not as it was."""
+"""Resuming from a checkpoint: progress, position in the text, and settings that changed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Resumed:
-    """The checkpoint that a run continues from; what changed since is for the record."""
+    """The checkpoint that a run continues from, and the settings that changed since."""
 
     folder: Path
     trainer_state: dict[str, Any]
@@ -38,16 +38,16 @@ class Resumed:
     changed_text: str
 
     def load(self, model: PreTrainedModel, optimizer: torch.optim.Optimizer, scaler: Any, ranks: HostGroup) -> None:
-        """Weights, optimizer and loss scaling as they were, in place; to be called on all processes."""
+        """Restore weights, optimizer and loss scaling in place. Call on all processes."""
         state.load_model_and_optimizer(self.folder, model, optimizer, ranks)
         if scaler is not None and self.trainer_state["gradient_scaler"]:
             scaler.load_state_dict(self.trainer_state["gradient_scaler"])
 
 
 def resume(folder: Path, run: RunFolder, plan: Plan, data: TextData, ranks: HostGroup) -> Resumed:
-    """What checkpoint `folder` says of the run; to be called on all processes, of which the main one reads it.
+    """Read checkpoint `folder`. Call on all processes; the main process reads the files.
 
-    Raises UserError where the run cannot continue with its settings.
+    Raises UserError if the run cannot continue with its present settings.
     """
     config, max_steps = plan.config, plan.max_steps
     trainer, saved = ranks.from_main(lambda: [read_state(folder, name) for name in ("trainer_state", "data_state")])
@@ -55,9 +55,9 @@ def resume(folder: Path, run: RunFolder, plan: Plan, data: TextData, ranks: Host
         data.train, saved["fingerprint"], saved["position"], config.accept_changed_text
     )
     if (then := trainer["config"].get("optim")) != config.optim:
-        raise UserError(f"optim={config.optim}: {folder} was saved with optim={then}; restore that")
+        raise UserError(f"optim={config.optim}: {folder} was saved with optim={then}; set --optim {then}")
     if max_steps < trainer["step"]:
-        raise UserError(f"max_steps={max_steps}: {folder} is at step {trainer['step']}; state more steps")
+        raise UserError(f"max_steps={max_steps}: {folder} is at step {trainer['step']}; set a larger --max_steps")
     progress = Progress.from_json(trainer)
     is_missing = progress.evaluation_step != progress.step
     if is_missing and (made_later := ranks.from_main(partial(run.evaluation, progress.step))):
@@ -69,6 +69,6 @@ def resume(folder: Path, run: RunFolder, plan: Plan, data: TextData, ranks: Host
     for key, change in changed.items():
         logger.warning("%s is %s from here on; it was %s", key, change["to"], change["from"])
     learning_rate = LearningRate(config, **trainer["schedule"])
-    if change_of_rate := learning_rate.go_on(trainer["step"], max_steps, config.lr_schedule_on_resume):
+    if change_of_rate := learning_rate.extend(trainer["step"], max_steps, config.lr_schedule_on_resume):
         logger.warning(change_of_rate)
     return Resumed(folder, trainer, progress, position, learning_rate, changed, changed_text)

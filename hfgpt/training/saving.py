@@ -1,4 +1,4 @@
-"""Checkpoints of a run: what goes into one, and the record that it was written."""
+"""What goes into a checkpoint, and the record that it was written."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ logger = logging.getLogger(__name__)
 
 
 def save(run: TrainingRun, at_end: bool = False) -> None:
-    """Start a checkpoint of the model as it is: a Hub model folder that is also the point to resume from.
+    """Start writing a checkpoint: a Hub model folder that is also a resume point. Call on all processes.
 
-    To be called on all processes. A model whose last loss was not finite is not saved, but for the end of the run: it
-    would take the place of a good one. It is saved once a loss is finite again.
+    If the last loss was not finite, the save is postponed until one is, so that rotation does not replace a good
+    checkpoint by a broken one. At the end of the run it is saved anyway.
     """
     run.non_finite.read()
     run.saver.is_postponed = run.non_finite.skipped_in_a_row > 0 and not at_end
@@ -32,7 +32,7 @@ def save(run: TrainingRun, at_end: bool = False) -> None:
 
 
 def start_save(run: TrainingRun, after_failure: bool = False) -> None:
-    # Copied first, so that training can go on while the files are written.
+    # Copy first: training changes the tensors while a thread writes the files.
     tensors = state.snapshot(run.step.model, run.step.optimizer)
     if run.is_main:
         trainer, fingerprint = trainer_state(run), run.data.train.fingerprint
@@ -42,14 +42,14 @@ def start_save(run: TrainingRun, after_failure: bool = False) -> None:
         except Exception as error:
             if not after_failure:
                 raise
-            card = f"No model card could be made ({first_line(error)}).\n"
+            card = f"The model card could not be made ({first_line(error)}).\n"
         write = partial(state.write_files, run.step.model, run.data.tokenizer, tensors, trainer, data, card)
         run.saver.start(run.progress.step, write, rotate=run.non_finite.skipped_in_a_row == 0)
     run.saver.saved_step = run.progress.step
 
 
 def trainer_state(run: TrainingRun) -> dict[str, Any]:
-    """What trainer_state.json holds: progress, and the state of what else must continue as it was."""
+    """Return the content of trainer_state.json: progress, and the state of everything else that must resume."""
     scaler = run.machine.accelerator.scaler
     run.progress.evaluation_is_due = run.callbacks.control.should_evaluate
     run.progress.wall_seconds = run.callbacks.mfu.total_seconds
@@ -66,7 +66,7 @@ def trainer_state(run: TrainingRun) -> dict[str, Any]:
 
 
 def note_saved(run: TrainingRun, wait: bool = False) -> None:
-    """Record a checkpoint that has been written since the last call, or could not be."""
+    """Record a checkpoint that was written, or failed, since the last call."""
     outcome = run.saver.ended(wait)
     record_saved(run, outcome)
     if isinstance(outcome, Path):
@@ -83,7 +83,7 @@ def record_saved(run: TrainingRun, outcome: Path | Exception | None) -> None:
 
 
 def record_lost_output(run: TrainingRun) -> None:
-    """Record, once, that standard output or standard error cannot be written; training continues without it."""
+    """Record once if standard output or standard error cannot be written. Training continues without it."""
     for stream in safe_output.lost.keys() - run.lost_output:
         run.lost_output.add(stream)
         run.record(event="output_lost", stream=stream, reason=safe_output.lost[stream])

@@ -73,7 +73,7 @@ def test_a_step_is_left_out_whole():
 
 
 def test_a_rate_for_muon_alone_is_refused_with_adamw():
-    with pytest.raises(UserError, match=r"muon_learning_rate=0\.03: only optim=muon"):
+    with pytest.raises(UserError, match=r"muon_learning_rate=0\.03: only used with optim=muon"):
         built(optim="adamw")
 
 
