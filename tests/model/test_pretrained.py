@@ -62,7 +62,7 @@ def test_the_fact_is_recorded_and_a_resumed_run_does_not_need_the_source(begun, 
     run = json.loads(resumed.folder.run_json.read_text())
     assert run["config"]["init_from"] == str(folder) and run["config"]["model"]["n_layer"] == 2
     assert "| begun from | the weights of checkpoint-6 |" in (resumed.folder.checkpoint(6) / "README.md").read_text()
-    assert f"begun from {folder}" in "\n".join(resumed.plan.lines())
+    assert f"start from {folder}" in "\n".join(resumed.plan.lines())
     (record,) = records(resumed, "changed_settings")
     assert not record["changed_settings"] and "is not read" not in caplog.text
     assert audit(resumed.folder.path)["problems"] == []
@@ -115,7 +115,7 @@ def test_a_nanogpt_checkpoint_goes_on_with_a_stated_tokenizer(config, tmp_path):
         ({"model": {"n_layer": 3}}, r"model\.n_layer=3: init_from=.* has 2; leave model out"),
         ({"model": "char-cpu"}, r"n_layer=4: .*; .*n_embd=128: "),
         ({"sequence_length": 33}, "sequence_length=33: is above the 32 positions of init_from"),
-        ({"tokenizer": "bpe-300"}, "tokenizer=bpe-300: would be trained anew"),
+        ({"tokenizer": "bpe-300"}, "tokenizer=bpe-300: a newly trained tokenizer does not fit"),
         ({"init_from": "nowhere/at-all"}, "init_from=nowhere/at-all: no such file or folder, and not usable"),
     ],
 )

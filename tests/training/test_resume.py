@@ -182,7 +182,7 @@ def test_a_stretched_curve_is_itself_resumed(config):
 
 def test_another_optimizer_does_not_take_up_the_state(config):
     trained(config())
-    with pytest.raises(UserError, match=r"optim=muon: .* was saved with optim=adamw; restore that"):
+    with pytest.raises(UserError, match=r"optim=muon: .* was saved with optim=adamw; set --optim adamw"):
         trained(config(resume_from_checkpoint="latest", optim="muon", max_steps=8))
 
 

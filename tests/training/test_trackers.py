@@ -228,7 +228,7 @@ def test_a_tracker_that_is_not_installed_is_named_with_what_to_install(config, t
     with pytest.raises(UserError) as caught:
         Pretrainer(config(report_to=f"none,{name}")).train()
     package = f"'hfgpt[{name}]'" if name in TRACKER_EXTRAS else callbacks._PACKAGES.get(name, name)
-    assert str(caught.value) == f"report_to={name}: is not installed; pip install {package}"
+    assert str(caught.value) == f"report_to={name}: not installed; pip install {package}"
     assert not (tmp_path / "run").exists()
 
 
@@ -240,7 +240,7 @@ def test_a_tracker_that_is_installed_and_cannot_be_used_says_why(config, tmp_pat
     monkeypatch.setattr(INTEGRATION_TO_CALLBACK["swanlab"], "__init__", broken)
     with pytest.raises(UserError) as caught:
         Pretrainer(config(report_to="swanlab,wanbd")).train()
-    assert caught.value.problems[0] == "report_to=swanlab: cannot be used: needs protobuf below 5"
+    assert caught.value.problems[0] == "report_to=swanlab: cannot start: needs protobuf below 5"
     assert "did you mean wandb?" in caught.value.problems[1]
     assert not (tmp_path / "run").exists()
 
