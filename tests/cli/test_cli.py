@@ -9,6 +9,7 @@ import torch
 import typer
 
 from hfgpt import UserError, __version__, cli, run_recipe
+from hfgpt.cli.evaluate import replace_compile_values
 
 
 def command(monkeypatch, capsys, *arguments: str) -> tuple[int, str, str]:
@@ -221,7 +222,7 @@ def test_doctor_says_what_the_machine_offers(monkeypatch, capsys):
 
 def test_a_commands_flag_may_have_the_value_that_a_recipe_gives_it():
     given = ["evaluate", "folder", "--torch_compile", "false", "--json"]
-    assert cli._flags_without_values(given) == ["evaluate", "folder", "--eager", "--json"]
+    assert replace_compile_values(given) == ["evaluate", "folder", "--eager", "--json"]
     given[3] = "true"
-    assert cli._flags_without_values(given) == ["evaluate", "folder", "--torch_compile", "--json"]
-    assert cli._flags_without_values(given[:3]) == given[:3]
+    assert replace_compile_values(given) == ["evaluate", "folder", "--torch_compile", "--json"]
+    assert replace_compile_values(given[:3]) == given[:3]

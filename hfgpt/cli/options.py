@@ -1,0 +1,49 @@
+"""Option types that several commands share, and parsers that say what is wrong with a value."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from hfgpt.field_types import NOT_CONVERTIBLE, WHOLE_BELOW, convert, describe, shown
+from hfgpt.files import local_path
+
+
+def path(text: str) -> Path:
+    """A path, with `~` and `$NAME` expanded."""
+    return Path(path_or_id(text))
+
+
+def path_or_id(text: str) -> str:
+    """A path, with `~` and `$NAME` expanded, or the name of a Hub repository."""
+    try:
+        return local_path(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+def whole(least: int | None = None, most: int = WHOLE_BELOW - 1) -> Callable[[str], int]:
+    """A parser of whole numbers, also in the form 1e6, from `least` to `most`. Without `least`, the callee checks."""
+
+    def integer(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            try:
+                value = convert(text, int)
+            except NOT_CONVERTIBLE:
+                raise typer.BadParameter(f"{shown(text)} is not {describe(int)}") from None
+        if least is not None and not least <= value <= most:
+            raise typer.BadParameter(f"{shown(value)} is not from {least} to {most}")
+        return value
+
+    return integer
+
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+Checkpoint = Annotated[Path, typer.Argument(help="Checkpoint folder: ours, or any GPT-2 model's.", parser=path)]
+NewFolder = Annotated[Path, typer.Argument(help="New folder for the GPT-2 model.", parser=path)]
+Precision = Literal["auto", "bf16", "fp16", "no"]
