@@ -18,10 +18,10 @@ def doctor(is_json: AsJson = False) -> None:
 
     Example: hfgpt doctor --json
     """
-    from hfgpt.distributed import compiler, device_peaks
+    from hfgpt.distributed import compiler, cpu, device_peaks
     from hfgpt.distributed import device as machine
 
-    device, threads = machine.default_device(), machine.use_all_cores(1)
+    device, threads = machine.default_device(), cpu.use_all_cores(1)
     precision = machine.choose_precision("auto", device)
     compilation = compiler.choose_compile("auto", device, compiler.SHORT_RUN_FORWARD_PASSES)
     rated = device_peaks.rated_device_peak(device, precision.name)
@@ -31,7 +31,7 @@ def doctor(is_json: AsJson = False) -> None:
         "device": device.type,
         "device_name": machine.device_name(device),
         "memory_gib": round(machine.memory_bytes(device) / 2**30, 1),
-        "cores": machine.available_cores(),
+        "cores": cpu.available_cores(),
         "threads": threads,
         "precision": precision.name,
         "precision_reason": precision.reason,

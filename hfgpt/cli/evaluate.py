@@ -10,7 +10,7 @@ import typer
 
 from hfgpt.cli.options import AsJson, Precision, path_or_id, whole
 from hfgpt.cli.output import as_json, as_lines, silence_transformers
-from hfgpt.distributed.launcher import ranks
+from hfgpt.distributed.launcher import rank_and_world_size
 from hfgpt.errors import UserError
 
 TASK_OPTIONS = {"limit"}
@@ -105,7 +105,7 @@ def _evaluate(
         f"in evaluation with batches of {measure.keywords['batch_size']}", "use a smaller --per_device_eval_batch_size"
     ):
         facts = evaluate_checkpoint(checkpoint, measure, precision)
-    if ranks()[0]:
+    if rank_and_world_size()[0]:
         return
     # Record before printing: the pipe that reads the output may be closed.
     file = record_evaluation(checkpoint, task, facts) if record else None

@@ -12,23 +12,24 @@ import torch
 
 from hfgpt.config import Batch, PretrainConfig
 from hfgpt.distributed import device_peaks
-from hfgpt.distributed.compiler import choose_compile, with_code_mended
+from hfgpt.distributed.compiler import choose_compile, run_compiled
 from hfgpt.distributed.device import (
     default_device,
     device_name,
     peak_memory_bytes,
+    release_memory,
     reset_peak_memory,
     start_accelerator,
     synchronize,
 )
-from hfgpt.distributed.ranks import HostGroup
+from hfgpt.distributed.ranks import Ranks
 from hfgpt.errors import UserError
 from hfgpt.field_types import NOT_CONVERTIBLE, convert, describe
 from hfgpt.model import flops
 from hfgpt.planning.estimate import GPT2_VOCABULARY, length_of
 from hfgpt.training.lr_schedule import LearningRate
 from hfgpt.training.optimizer import build_optimizer
-from hfgpt.training.out_of_memory import MemoryRanOut, release_memory
+from hfgpt.training.out_of_memory import MemoryRanOut
 from hfgpt.training.setup import Machine, build_model
 from hfgpt.training.step import TrainStep
 
@@ -148,8 +149,8 @@ def measure(config: PretrainConfig, vocab_size: int, steps: int = 3) -> tuple[li
 
     Raises UserError with more processes than one.
     """
-    ranks = HostGroup(config.ddp_timeout)
-    if ranks.world > 1:
+    ranks = Ranks(config.ddp_timeout)
+    if ranks.world_size > 1:
         raise UserError("hfgpt plan --measure: measures one process; start it without a launcher")
     accelerator, precision = start_accelerator(config.mixed_precision, config.ddp_timeout)
     device, cuts = accelerator.device, doubling(config.batch(1))
@@ -198,7 +199,7 @@ def measure(config: PretrainConfig, vocab_size: int, steps: int = 3) -> tuple[li
 def doubling(batch: Batch) -> list[Batch]:
     """Cuts of a step whose micro-batches rise from one sequence, each at least twice the one before."""
     chosen: list[Batch] = []
-    for cut in batch.cuts():
+    for cut in batch.splits():
         if not chosen or cut.micro_batch >= 2 * chosen[-1].micro_batch:
             chosen.append(cut)
     return chosen
@@ -210,7 +211,7 @@ def _peak_bytes(step: TrainStep, cut: Batch, tokens: torch.Tensor) -> int | None
     release_memory(device)
     reset_peak_memory(device)
     try:
-        with_code_mended(lambda: _seconds(step, cut, tokens))
+        run_compiled(lambda: _seconds(step, cut, tokens))
     except MemoryRanOut:
         step.optimizer.zero_grad()
         return None

@@ -11,7 +11,7 @@ from typing import Any
 from transformers import GPT2Config
 
 from hfgpt.config import POSITIVE, SIZE, Batch, PretrainConfig
-from hfgpt.distributed import compiler
+from hfgpt.distributed import compiler, cpu
 from hfgpt.distributed import device as machine
 from hfgpt.distributed.compiler import CompileChoice
 from hfgpt.distributed.device import Precision
@@ -154,7 +154,7 @@ class Forecast:
             ),
             ("device", f"{device.name}, {self.gib:.4g} GiB; {device.precision.name} ({device.precision.reason})"),
             ("compile", f"{'on' if device.compile.enabled else 'off'} ({device.compile.reason})"),
-            ("step", shown.batch.said() if chosen else f"no micro-batch fits; smallest: {shown.batch.said()}"),
+            ("step", shown.batch.describe() if chosen else f"no micro-batch fits; smallest: {shown.batch.describe()}"),
             (
                 "memory",
                 f"{shown.memory.peak / 2**30:.2f} GiB, and {(shown.needed_bytes - shown.memory.peak) / 2**30:.2f} "
@@ -282,7 +282,7 @@ def _device(name: str | None, config: PretrainConfig, memory_gib: float | None) 
     here = machine.default_device()
     if name is None or name in (here.type, machine.device_name(here)):
         if here.type == "cpu":
-            machine.use_all_cores(1)
+            cpu.use_all_cores(1)
         precision = machine.choose_precision(config.mixed_precision, here)
         compiled = compiler.choose_compile(config.torch_compile, here, compiler.SHORT_RUN_FORWARD_PASSES)
         peak = _stated_peak(config) or device_peak(here, precision.name)

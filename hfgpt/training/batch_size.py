@@ -10,11 +10,10 @@ from typing import Any
 import torch
 
 from hfgpt.config import AUTO, Batch, PretrainConfig
-from hfgpt.distributed.compiler import with_code_mended
-from hfgpt.distributed.device import memory_bytes, synchronize
-from hfgpt.distributed.ranks import HostGroup
+from hfgpt.distributed.compiler import run_compiled
+from hfgpt.distributed.device import memory_bytes, release_memory, synchronize
+from hfgpt.distributed.ranks import Ranks
 from hfgpt.errors import UserError
-from hfgpt.training.out_of_memory import release_memory
 from hfgpt.training.step import TrainStep
 
 # Sizes that are tried, each at least twice the next smaller one, and for how long.
@@ -44,7 +43,7 @@ def try_micro_batch(step: TrainStep, batch: Batch) -> None:
     ids = torch.randint(vocabulary, (batch.micro_batch, batch.sequence_length), device=device)
     options = {"num_items_in_batch": ids.numel(), **step.attention(ids)}
     with step.accelerator.no_sync(step.parallel_model), step.accelerator.autocast():
-        with_code_mended(lambda: step.parallel_model(input_ids=ids, shift_labels=ids, **options).loss.backward())
+        run_compiled(lambda: step.parallel_model(input_ids=ids, shift_labels=ids, **options).loss.backward())
 
 
 def find_recorded_batch(
@@ -55,7 +54,7 @@ def find_recorded_batch(
     None where the settings or the number of processes are not as they were, or nothing is other than stated.
     """
     then, asked = trainer_state["config"], config.per_device_train_batch_size
-    recorded = {cut.micro_batch: cut for cut in batch.cuts()}.get(trainer_state.get("micro_batch", 0))
+    recorded = {cut.micro_batch: cut for cut in batch.splits()}.get(trainer_state.get("micro_batch", 0))
     if recorded is None or then["per_device_train_batch_size"] != asked:
         return None
     if asked == AUTO:
@@ -73,7 +72,7 @@ def candidates(batch: Batch, needed_bytes: Callable[[Batch], int], available_byt
 
     Raises UserError where not even one block fits.
     """
-    cuts = batch.cuts()
+    cuts = batch.splits()
     fitting = [cut for cut in cuts if needed_bytes(cut) <= available_bytes]
     if not fitting:
         needed = needed_bytes(cuts[0]) / 2**30
@@ -90,7 +89,7 @@ def candidates(batch: Batch, needed_bytes: Callable[[Batch], int], available_byt
 
 
 def fastest(
-    cuts: list[Batch], trial: Callable[[Batch], None], ranks: HostGroup, device: torch.device
+    cuts: list[Batch], trial: Callable[[Batch], None], ranks: Ranks, device: torch.device
 ) -> tuple[Batch, dict[int, float | None]]:
     """The cut with most tokens per second in `trial`, one micro-batch forward and backward, and that of each.
 

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from hfgpt import PretrainConfig
 from hfgpt.checkpointing.checkpoint import fault
-from hfgpt.distributed.fsdp2 import take_sharding
+from hfgpt.distributed.fsdp2 import take_fsdp_request
 from hfgpt.errors import UserError
 from hfgpt.training.plan import check_memory, setting_of
 
@@ -437,34 +437,34 @@ def test_unequal_numbers_of_targets_weigh_as_in_one_batch(tmp_path, document_fol
         ({"FSDP_IGNORED_MODULES": "lm_head"}, "fsdp_ignored_modules: lm_head"),
         ({"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}, "use --torch_compile true"),
         ({"ACCELERATE_USE_DEEPSPEED": "true"}, "use FSDP2"),
-        ({"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}, "parallelism_config is not supported; take it out"),
+        ({"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}, "parallelism_config is not supported; remove it"),
     ],
 )
 def test_what_is_asked_of_the_launcher_and_not_done_is_refused(monkeypatch, settings, told):
-    monkeypatch.setattr("hfgpt.distributed.fsdp2._sharding", False)
+    monkeypatch.setattr("hfgpt.distributed.fsdp2._is_requested", False)
     for key, value in {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", **settings}.items():
         monkeypatch.setenv(key, value)
     with pytest.raises(UserError, match=re.escape(told)):
-        take_sharding()
+        take_fsdp_request()
 
 
 def test_what_is_done_another_way_is_said(monkeypatch, caplog):
     settings = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT"}
     settings |= {"FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP", "ACCELERATE_DYNAMO_BACKEND": "NO"}
-    monkeypatch.setattr("hfgpt.distributed.fsdp2._sharding", False)
+    monkeypatch.setattr("hfgpt.distributed.fsdp2._is_requested", False)
     for key, value in settings.items():
         monkeypatch.setenv(key, value)
-    assert take_sharding()
+    assert take_fsdp_request()
     assert "fsdp_state_dict_type SHARDED_STATE_DICT" in caplog.text and "auto_wrap" not in caplog.text
     assert "ACCELERATE_USE_FSDP" not in os.environ  # Accelerate would serve it in its own way
-    assert take_sharding()  # for a second run in this process, too
+    assert take_fsdp_request()  # for a second run in this process, too
 
 
 WHOLE = """
 import torch, torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from transformers import GPT2Config
-from hfgpt.distributed.fsdp2 import shared_model
+from hfgpt.distributed.fsdp2 import build_sharded_model
 from hfgpt.model.modeling_gpt2 import GPT2LMHeadModel
 
 dist.init_process_group("gloo")
@@ -480,7 +480,7 @@ for tied in (True, False):
         made.append(GPT2LMHeadModel(config))
         return made[-1]
 
-    model = shared_model(make, torch.device("cpu"), "no")
+    model = build_sharded_model(make, torch.device("cpu"), "no")
     assert (model.lm_head.weight is model.transformer.wte.weight) == tied
     devices = [m.transformer.wte.weight.device.type for m in made[1:]]
     assert devices == (["cpu"] if dist.get_rank() == 0 else []), devices  # made[0] has become the shared one

@@ -66,7 +66,7 @@ def test_two_machines_leave_when_the_network_is_cut_and_go_on_exactly(nodes, tmp
             said = run.end(seconds=200)
             assert run.process.returncode == 1
             [line] = [line for line in said.splitlines() if line.startswith("error: ")]
-            assert ("no answer from" in line or "no contact to" in line) and line.endswith(
+            assert ("no answer from" in line or "no connection to" in line) and line.endswith(
                 "continue with --resume_from_checkpoint latest"
             )
         assert fault((tmp_path / "run" / "checkpoint-latest").resolve()) is None

@@ -80,7 +80,7 @@ class Finds:
 
     def __call__(self, step, *_):
         size = self.sizes.pop(0)
-        return next(cut for cut in step.batch.cuts() if cut.micro_batch == size), f"micro-batch: {size}"
+        return next(cut for cut in step.batch.splits() if cut.micro_batch == size), f"micro-batch: {size}"
 
 
 @pytest.mark.parametrize("callbacks", [[], [Small()]])
@@ -161,7 +161,7 @@ def test_memory_that_runs_out_on_one_process_is_met_by_all(tmp_path, document_fo
 
 
 class Alone:
-    world = 1
+    world_size = 1
 
     def gather(self, value):
         return [value]
@@ -178,7 +178,7 @@ def test_the_fastest_cut_is_found_by_measurement_not_by_size(monkeypatch):
         now += {1: 1.0, 2: 1.1, 4: 1.2, 8: 4.0}[cut.micro_batch]
 
     monkeypatch.setattr("hfgpt.training.batch_size.time.perf_counter", lambda: now)
-    cuts = Batch(1, 10, 16, 1).cuts()
+    cuts = Batch(1, 10, 16, 1).splits()
     best, rates = fastest(cuts, trial, Alone(), torch.device("cpu"))
     assert best == Batch(4, 10, 4, 1)
     assert rates == {1: 10.0, 2: pytest.approx(20 / 1.1), 4: pytest.approx(40 / 1.2), 8: 20.0, 16: None}
@@ -203,7 +203,7 @@ def test_auto_trains_the_stated_step(config):
     """Whatever is found: the text and, but for rounding, the losses are those of any other cut."""
     found = run(config, name="found", per_device_train_batch_size="auto")
     stated = run(config, name="stated", per_device_train_batch_size=2)
-    assert found.step.batch.tokens_per_step == 256 and found.step.batch in stated.step.batch.cuts()
+    assert found.step.batch.tokens_per_step == 256 and found.step.batch in stated.step.batch.splits()
     assert hashes(found) == hashes(stated)
     losses = [[line["loss"] for line in records(one)] for one in (found, stated)]
     assert losses[0] == pytest.approx(losses[1], abs=1e-5)
