@@ -43,6 +43,21 @@ def whole(least: int | None = None, most: int = WHOLE_BELOW - 1) -> Callable[[st
     return integer
 
 
+def number(most: float = 1e15) -> Callable[[str], float]:
+    """A parser of numbers from 1e-30 to `most`: products and ratios of two of them are finite."""
+
+    def real(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            raise typer.BadParameter(f"{shown(text)} is not {describe(float)}") from None
+        if not 1e-30 <= value <= most:
+            raise typer.BadParameter(f"{shown(text)} is not from 1e-30 to {most:g}")
+        return value
+
+    return real
+
+
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 Checkpoint = Annotated[Path, typer.Argument(help="Checkpoint folder: ours, or any GPT-2 model's.", parser=path)]
 NewFolder = Annotated[Path, typer.Argument(help="New folder for the GPT-2 model.", parser=path)]

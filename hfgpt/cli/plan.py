@@ -3,59 +3,70 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
+from typer import Option
 
-from hfgpt.cli.options import AsJson, path
+from hfgpt.cli.options import AsJson, Precision, number, path, whole
 from hfgpt.cli.output import as_json
 from hfgpt.errors import UserError
 
+NOT_MEASURED = {"device", "processes", "fsdp", "memory_gib", "mfu", "max_tokens", "price_per_hour", "watts"}
+
 
 def plan(
-    model: Annotated[str | None, typer.Option("--model", help="Size, or GPT2Config fields as {..}.")] = None,
-    device: Annotated[str | None, typer.Option("--device", help="Exact name; default: this machine's.")] = None,
-    tokens_per_step: Annotated[str | None, typer.Option("--tokens_per_step", help="Target tokens of a step.")] = None,
-    sequence_length: Annotated[str | None, typer.Option("--sequence_length", help="Default: the model's.")] = None,
-    vocab_size: Annotated[str | None, typer.Option("--vocab_size", help="Of the tokenizer; default: 50257.")] = None,
-    mixed_precision: Annotated[str | None, typer.Option("--mixed_precision", help="auto, bf16, fp16, no.")] = None,
-    torch_compile: Annotated[str | None, typer.Option("--torch_compile", help="auto, true, false.")] = None,
+    context: typer.Context,
+    tokens_per_step: Annotated[int, Option("--tokens_per_step", parser=whole(), help="Target tokens of a step.")],
+    model: Annotated[str | None, Option("--model", help="Size, or GPT2Config fields as {..}.")] = None,
+    device: Annotated[str | None, Option("--device", help="Exact name; default: this machine's.")] = None,
+    sequence_length: Annotated[
+        int | None, Option("--sequence_length", parser=whole(), help="Default: the model's.")
+    ] = None,
+    vocab_size: Annotated[
+        int | None, Option("--vocab_size", parser=whole(1), help="Of the tokenizer; default: 50257.")
+    ] = None,
+    mixed_precision: Annotated[Precision | None, Option("--mixed_precision", help="Default: auto.")] = None,
+    torch_compile: Annotated[
+        Literal["auto", "true", "false"] | None, Option("--torch_compile", help="Default: auto.")
+    ] = None,
     gradient_checkpointing: Annotated[
-        str | None, typer.Option("--gradient_checkpointing", help="true: recompute the blocks.")
+        Literal["true", "false"] | None, Option("--gradient_checkpointing", help="true: recompute the blocks.")
     ] = None,
-    optim: Annotated[str | None, typer.Option("--optim", help="adamw or muon.")] = None,
-    processes: Annotated[str | None, typer.Option("--processes", help="One on each device.")] = None,
-    fsdp: Annotated[bool, typer.Option("--fsdp", help="Share parameters and optimizer (FSDP2).")] = False,
-    memory_gib: Annotated[str | None, typer.Option("--memory_gib", help="Of one device.")] = None,
-    mfu: Annotated[str | None, typer.Option("--mfu", help="Part of the peak that is reached; default: 0.4.")] = None,
-    mfu_peak_tflops: Annotated[str | None, typer.Option("--mfu_peak_tflops", help="Peak of one device.")] = None,
-    max_tokens: Annotated[str | None, typer.Option("--max_tokens", help="Token budget; default: 10e9.")] = None,
-    price_per_hour: Annotated[str | None, typer.Option("--price_per_hour", help="Of one device.")] = None,
-    watts: Annotated[str | None, typer.Option("--watts", help="That one device draws.")] = None,
-    measure: Annotated[bool, typer.Option("--measure", help="Take real steps here, cut in each way.")] = False,
-    output: Annotated[
-        Path | None, typer.Option("--output", help="With --measure: a plot, as PNG.", parser=path)
+    optim: Annotated[Literal["adamw", "muon"] | None, Option("--optim", help="Default: adamw.")] = None,
+    processes: Annotated[int | None, Option("--processes", parser=whole(1), help="One on each device.")] = None,
+    fsdp: Annotated[bool, Option("--fsdp", help="Shard parameters and optimizer (FSDP2).")] = False,
+    memory_gib: Annotated[float | None, Option("--memory_gib", parser=number(), help="Of one device.")] = None,
+    mfu: Annotated[float | None, Option("--mfu", parser=number(1), help="Fraction of the peak; default: 0.4.")] = None,
+    mfu_peak_tflops: Annotated[float | None, Option("--mfu_peak_tflops", help="Peak of one device.")] = None,
+    max_tokens: Annotated[
+        int | None, Option("--max_tokens", parser=whole(), help="Token budget; default: 10e9.")
     ] = None,
+    price_per_hour: Annotated[float | None, Option("--price_per_hour", parser=number(), help="Of one device.")] = None,
+    watts: Annotated[float | None, Option("--watts", parser=number(), help="That one device draws.")] = None,
+    measure: Annotated[bool, Option("--measure", help="Take real steps here, with each micro-batch.")] = False,
+    output: Annotated[Path | None, Option("--output", parser=path, help="With --measure: a plot, as PNG.")] = None,
     is_json: AsJson = False,
 ) -> None:
-    """Plan a run: memory by part, the micro-batch that fits, time, energy and cost; the device need not be there.
+    """Plan a run for a device that may be elsewhere: memory by part, the micro-batch that fits, time, energy and cost.
 
     Example: hfgpt plan --model gpt2-125m --device "NVIDIA GeForce RTX 4070 Ti" --tokens_per_step 524288
     """
-    flags = {key: value for key, value in locals().items() if value not in (None, False)}
-    for key in ("is_json", "measure", "output"):
-        flags.pop(key, None)
+    given = {key: value for key, value in context.params.items() if value is not None and value is not False}
+    settings = {key: value for key, value in given.items() if key not in ("measure", "output", "is_json")}
     planned: Any
     if measure:
-        from hfgpt.planning.benchmark import measure_flags
+        from hfgpt.planning.benchmark import measure_splits
 
-        planned = measure_flags(flags)
+        if wrong := [key for key in settings if key in NOT_MEASURED]:
+            raise UserError(f"{', '.join(wrong)}: no meaning with --measure, which runs on this machine; leave it out")
+        planned = measure_splits(**settings)
         if output:
             planned.plot(output)
     elif output:
-        raise UserError(f"output={output}: is the plot of --measure; state that, or leave it out")
+        raise UserError(f"output={output}: is the plot of --measure; add that, or leave it out")
     else:
         from hfgpt.planning.estimate import forecast
 
-        planned = forecast(flags)
+        planned = forecast(**settings)
     print(as_json(planned.to_dict()) if is_json else "\n".join(planned.lines()))

@@ -32,7 +32,7 @@ from hfgpt.hub.push import check_push
 from hfgpt.model.memory import Setting, training_memory
 from hfgpt.model.modeling_gpt2 import HEAD_CHUNK_SIZE, document_attention, new_model
 from hfgpt.model.pretrained import initial_weights, settled
-from hfgpt.training.batch_size import fastest_that_fits, find_recorded_batch
+from hfgpt.training.batch_size import find_fastest_split, find_recorded_split
 from hfgpt.training.callbacks import Callbacks, callback_arguments, trackers
 from hfgpt.training.lr_schedule import LearningRate
 from hfgpt.training.non_finite import NonFiniteGuard
@@ -157,7 +157,7 @@ def _prepare(
         resumed = resume(resume_from, folder, plan, data, ranks)
         resumed.load(model, optimizer, machine.accelerator.scaler, ranks)
         progress, position, learning_rate = resumed.progress, resumed.position, resumed.learning_rate
-        if recorded := find_recorded_batch(config, batch, resumed.trainer_state):
+        if recorded := find_recorded_split(config, batch, resumed.trainer_state):
             (batch, line), is_measured = recorded, False
             data.description.append(line)
     step = TrainStep(
@@ -174,7 +174,7 @@ def _prepare(
         def needed_bytes(cut: Batch) -> int:
             return training_memory(model.config, machine.memory_setting(config, cut, compiled.enabled)).peak
 
-        step.batch, line = fastest_that_fits(step, needed_bytes)
+        step.batch, line = find_fastest_split(step, needed_bytes)
         data.description.append(line)
     plan = replace(plan, batch=step.batch, setting=machine.memory_setting(config, step.batch, compiled.enabled))
     args = callback_arguments(config, step.batch, max_steps, machine.precision.name, compiled.enabled, resume_from)
