@@ -7,58 +7,48 @@ from functools import partial
 from typing import Annotated, Any, Literal
 
 import typer
+from typer import Argument, Option
 
 from hfgpt.cli.options import AsJson, Precision, path_or_id, whole
 from hfgpt.cli.output import as_json, as_lines, silence_transformers
 from hfgpt.distributed.launcher import rank_and_world_size
 from hfgpt.errors import UserError
 
-TASK_OPTIONS = {"limit"}
-TEXT_OPTIONS = {
+TASK_OPTIONS = ("limit",)
+TEXT_OPTIONS = (
     *("dataset_name", "dataset_split", "dataset_revision", "text_column"),
     *("sequence_length", "stride", "by_document", "eval_tokens", "torch_compile"),
-}
+)
 
 
 def evaluate(
     context: typer.Context,
-    checkpoint: Annotated[
-        str, typer.Argument(help="Folder or Hub id: ours, or any causal language model's.", parser=path_or_id)
-    ],
+    checkpoint: Annotated[str, Argument(parser=path_or_id, help="Folder or Hub id: ours, or any causal model's.")],
     dataset: Annotated[
-        str | None,
-        typer.Option(
-            "--dataset", help="File, folder, glob, Hub id or embedded; of a task: file, Hub id.", parser=path_or_id
-        ),
+        str | None, Option("--dataset", parser=path_or_id, help="File, folder, glob, Hub id or embedded.")
     ] = None,
-    task: Annotated[Literal["hellaswag"] | None, typer.Option("--task", help="Instead of a text: hellaswag.")] = None,
-    dataset_name: Annotated[str | None, typer.Option("--dataset_name", help="Configuration of a Hub set.")] = None,
-    dataset_split: Annotated[str, typer.Option("--dataset_split", help="Split of a Hub set.")] = "train",
-    dataset_revision: Annotated[str | None, typer.Option("--dataset_revision", help="Commit, tag, branch.")] = None,
-    text_column: Annotated[str, typer.Option("--text_column", help="Column that holds the text.")] = "text",
+    task: Annotated[Literal["hellaswag"] | None, Option("--task", help="Instead of a text.")] = None,
+    dataset_name: Annotated[str | None, Option("--dataset_name", help="Configuration of a Hub set.")] = None,
+    dataset_split: Annotated[str, Option("--dataset_split", help="Split of a Hub set.")] = "train",
+    dataset_revision: Annotated[str | None, Option("--dataset_revision", help="Commit, tag, branch.")] = None,
+    text_column: Annotated[str, Option("--text_column", help="Column that holds the text.")] = "text",
     sequence_length: Annotated[
-        int | None,
-        typer.Option("--sequence_length", parser=whole(1), help="Of a window; default: as trained, or the model's."),
+        int | None, Option("--sequence_length", parser=whole(1), help="Of a window; default: as trained.")
     ] = None,
     stride: Annotated[
-        int | None, typer.Option("--stride", parser=whole(1), help="Sliding windows: tokens from one to the next.")
+        int | None, Option("--stride", parser=whole(1), help="Sliding windows: tokens from one to the next.")
     ] = None,
     by_document: Annotated[
-        bool | None, typer.Option("--by_document/--packed", help="Each on its own, or one after another.")
+        bool | None, Option("--by_document/--packed", help="Each document on its own, or one after another.")
     ] = None,
-    eval_tokens: Annotated[
-        int | None, typer.Option("--eval_tokens", parser=whole(1), help="Score this many tokens only.")
-    ] = None,
-    limit: Annotated[int | None, typer.Option("--limit", parser=whole(1), help="Of a task: first examples.")] = None,
+    eval_tokens: Annotated[int | None, Option("--eval_tokens", parser=whole(1), help="Score only so many.")] = None,
+    limit: Annotated[int | None, Option("--limit", parser=whole(1), help="Of a task: first examples.")] = None,
     batch_size: Annotated[
-        int,
-        typer.Option(
-            "--per_device_eval_batch_size", parser=whole(1, 2**16), help="Sequences per forward pass; changes nothing."
-        ),
+        int, Option("--per_device_eval_batch_size", parser=whole(1, 2**16), help="Sequences per forward pass.")
     ] = 8,
-    mixed_precision: Annotated[Precision, typer.Option("--mixed_precision", help="What to compute in.")] = "no",
-    torch_compile: Annotated[bool, typer.Option("--torch_compile/--eager", help="Changes nothing but time.")] = False,
-    record: Annotated[bool, typer.Option("--record", help="Keep it in the run folder, for the model card.")] = False,
+    mixed_precision: Annotated[Precision, Option("--mixed_precision", help="What to compute in.")] = "no",
+    torch_compile: Annotated[bool, Option("--torch_compile/--eager", help="Changes nothing but time.")] = False,
+    record: Annotated[bool, Option("--record", help="Keep it in the run folder, for the model card.")] = False,
     is_json: AsJson = False,
 ) -> None:
     """Loss, perplexity and bits per byte of a text, each token scored once; or a task: hellaswag.
@@ -85,10 +75,8 @@ def _check_options(context: typer.Context, dataset: str | None, task: str | None
     """Raise UserError where there is no text to score, or where an option does not go with what is scored."""
     if task is None and dataset is None:
         raise UserError("dataset: no text is named; give a file, folder, glob, Hub id or embedded, or --task hellaswag")
-    given = [
-        name for name in context.params if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"
-    ]
-    if wrong := [name for name in given if name in (TASK_OPTIONS if task is None else TEXT_OPTIONS)]:
+    unfit = TASK_OPTIONS if task is None else TEXT_OPTIONS
+    if wrong := [name for name in unfit if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"]:
         raise UserError(f"{', '.join(wrong)}: {'only for --task' if task is None else f'not for --task {task}'}")
 
 
@@ -101,9 +89,8 @@ def _evaluate(
 
     if record:
         check_recordable(checkpoint)
-    with out_of_memory_named(
-        f"in evaluation with batches of {measure.keywords['batch_size']}", "use a smaller --per_device_eval_batch_size"
-    ):
+    where = f"in evaluation with batches of {measure.keywords['batch_size']}"
+    with out_of_memory_named(where, "use a smaller --per_device_eval_batch_size"):
         facts = evaluate_checkpoint(checkpoint, measure, precision)
     if rank_and_world_size()[0]:
         return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-import typer
+from typer import Option
 
 from hfgpt.cli.options import Checkpoint, NewFolder
 from hfgpt.cli.output import silence_transformers
@@ -14,9 +14,9 @@ def export(
     checkpoint: Checkpoint,
     folder: NewFolder,
     dtype: Annotated[
-        Literal["float32", "bfloat16", "float16"], typer.Option("--dtype", help="Of the weights in the file.")
+        Literal["float32", "bfloat16", "float16"], Option("--dtype", help="Of the weights in the file.")
     ] = "float32",
-    untie_head: Annotated[bool, typer.Option("--untie_head", help="Store the head's matrix, too.")] = False,
+    untie_head: Annotated[bool, Option("--untie_head", help="Store the head's matrix, too.")] = False,
 ) -> None:
     """Write a checkpoint as a plain GPT-2 folder: model, tokenizer, card; no training state.
 

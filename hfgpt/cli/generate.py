@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
+from typer import Option
 
 from hfgpt.cli.options import Checkpoint, path, whole
 from hfgpt.cli.output import silence_transformers
@@ -17,25 +17,18 @@ from hfgpt.errors import UserError
 
 def generate(
     checkpoint: Checkpoint,
-    prompt: Annotated[
-        list[str] | None, typer.Option("--prompt", help="Text to continue; may be repeated; -: standard input.")
-    ] = None,
+    prompt: Annotated[list[str] | None, Option("--prompt", help="Text to continue; -: standard input.")] = None,
     prompt_file: Annotated[
-        Path | None,
-        typer.Option("--prompt_file", help="A prompt per line; of a .jsonl: the field prompt.", parser=path),
+        Path | None, Option("--prompt_file", parser=path, help="A prompt per line; of a .jsonl: the field prompt.")
     ] = None,
-    num_samples: Annotated[int, typer.Option("--num_samples", parser=whole(), help="Texts per prompt.")] = 1,
-    max_new_tokens: Annotated[
-        int, typer.Option("--max_new_tokens", parser=whole(), help="Tokens per text, at most.")
-    ] = 200,
-    temperature: Annotated[float, typer.Option("--temperature", help="0: the likeliest token.")] = 1.0,
-    top_k: Annotated[
-        int | None, typer.Option("--top_k", parser=whole(), help="Draw from the k likeliest; 0: from all.")
-    ] = None,
-    top_p: Annotated[float | None, typer.Option("--top_p", help="Draw from this much probability.")] = None,
-    seed: Annotated[int | None, typer.Option("--seed", parser=whole(), help="Same seed, same texts.")] = None,
-    batch_size: Annotated[int, typer.Option("--batch_size", parser=whole(), help="Texts written at a time.")] = 8,
-    is_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per text.")] = False,
+    num_samples: Annotated[int, Option("--num_samples", parser=whole(), help="Texts per prompt.")] = 1,
+    max_new_tokens: Annotated[int, Option("--max_new_tokens", parser=whole(), help="Tokens per text, at most.")] = 200,
+    temperature: Annotated[float, Option("--temperature", help="0: the likeliest token.")] = 1.0,
+    top_k: Annotated[int | None, Option("--top_k", parser=whole(), help="From the k likeliest; 0: all.")] = None,
+    top_p: Annotated[float | None, Option("--top_p", help="Draw from this much probability.")] = None,
+    seed: Annotated[int | None, Option("--seed", parser=whole(), help="Same seed, same texts.")] = None,
+    batch_size: Annotated[int, Option("--batch_size", parser=whole(), help="Texts written at a time.")] = 8,
+    is_json: Annotated[bool, Option("--json", help="Print one JSON object per text.")] = False,
 ) -> None:
     """Write text with a trained model. A single text appears as it is written.
 

@@ -5,21 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Option
 
 from hfgpt.cli.options import NewFolder, path, path_or_id
 from hfgpt.cli.output import silence_transformers
 
 
 def import_(
-    checkpoint: Annotated[Path, typer.Argument(help="nanoGPT's ckpt.pt; no code in it is run.", parser=path)],
+    checkpoint: Annotated[Path, Argument(help="nanoGPT's ckpt.pt; no code in it is run.", parser=path)],
     folder: NewFolder,
     tokenizer: Annotated[
-        str | None, typer.Option("--tokenizer", help="Hub id or folder, or char.", parser=path_or_id)
+        str | None, Option("--tokenizer", help="Hub id or folder, or char.", parser=path_or_id)
     ] = None,
-    text: Annotated[
-        Path | None, typer.Option("--text", help="With char: the text it was made from.", parser=path)
-    ] = None,
+    text: Annotated[Path | None, Option("--text", help="With char: the text it was made from.", parser=path)] = None,
 ) -> None:
     """Turn a nanoGPT checkpoint into a GPT-2 folder for generate, verify, --init_from and stock transformers.
 

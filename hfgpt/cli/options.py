@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Literal
 
-import typer
+from typer import Argument, BadParameter, Option
 
 from hfgpt.field_types import NOT_CONVERTIBLE, WHOLE_BELOW, convert, describe, shown
 from hfgpt.files import local_path
@@ -22,7 +22,7 @@ def path_or_id(text: str) -> str:
     try:
         return local_path(text)
     except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
+        raise BadParameter(str(error)) from None
 
 
 def whole(least: int | None = None, most: int = WHOLE_BELOW - 1) -> Callable[[str], int]:
@@ -30,14 +30,11 @@ def whole(least: int | None = None, most: int = WHOLE_BELOW - 1) -> Callable[[st
 
     def integer(text: str) -> int:
         try:
-            value = int(text)
-        except ValueError:
-            try:
-                value = convert(text, int)
-            except NOT_CONVERTIBLE:
-                raise typer.BadParameter(f"{shown(text)} is not {describe(int)}") from None
+            value = convert(text, int)
+        except NOT_CONVERTIBLE:
+            raise BadParameter(f"{shown(text)} is not {describe(int)}") from None
         if least is not None and not least <= value <= most:
-            raise typer.BadParameter(f"{shown(value)} is not from {least} to {most}")
+            raise BadParameter(f"{shown(value)} is not from {least} to {most}")
         return value
 
     return integer
@@ -50,15 +47,15 @@ def number(most: float = 1e15) -> Callable[[str], float]:
         try:
             value = float(text)
         except ValueError:
-            raise typer.BadParameter(f"{shown(text)} is not {describe(float)}") from None
+            raise BadParameter(f"{shown(text)} is not {describe(float)}") from None
         if not 1e-30 <= value <= most:
-            raise typer.BadParameter(f"{shown(text)} is not from 1e-30 to {most:g}")
+            raise BadParameter(f"{shown(text)} is not from 1e-30 to {most:g}")
         return value
 
     return real
 
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
-Checkpoint = Annotated[Path, typer.Argument(help="Checkpoint folder: ours, or any GPT-2 model's.", parser=path)]
-NewFolder = Annotated[Path, typer.Argument(help="New folder for the GPT-2 model.", parser=path)]
+AsJson = Annotated[bool, Option("--json", help="Print one JSON object.")]
+Checkpoint = Annotated[Path, Argument(help="Checkpoint folder: ours, or any GPT-2 model's.", parser=path)]
+NewFolder = Annotated[Path, Argument(help="New folder for the GPT-2 model.", parser=path)]
 Precision = Literal["auto", "bf16", "fp16", "no"]

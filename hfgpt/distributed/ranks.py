@@ -27,8 +27,8 @@ class Ranks:
     """All processes of the run. They exchange values on the CPU, so that no exchange waits for a device.
 
     Besides torch's process group they share the launcher's key-value store, which works before the group exists and
-    after a process has failed. Its keys: `process R` (host and pid of a process that has started), `failure` (why a
-    process failed), `interrupted R` (a signal stopped it), `left R` (why it gave up), `waiting R` (it lost a peer).
+    after a process has failed. Its keys: `process R` (host and pid of a process that has started), `failure` (which
+    process failed first, and why), `interrupted R` (a signal stopped it), `waiting R` (it lost a connection).
     """
 
     def __init__(self, timeout_seconds: float) -> None:
@@ -119,12 +119,11 @@ class Ranks:
             if not is_gloo and not isinstance(error, dist.DistError):
                 self._write("failure", f"{name}: {first_line(error)}")
                 raise
-            cause = (
-                _with_timeout(2 * STORE_SECONDS, self._wait_for_cause) or f"{name}: no connection to the main process"
-            )
+            unknown = f"{name}: no connection to the main process"
+            cause = _with_timeout(2 * STORE_SECONDS, self._wait_for_cause) or unknown
             if isinstance(error, dist.DistBackendError):  # it may be this device's own
                 cause += f" ({message(error)})"
-            self._write(f"left {self.rank}", cause)
+            _with_timeout(STORE_SECONDS, lambda: self._store.compare_set("failure", "", cause))  # unless one is known
             raise RunError(cause, everywhere=True) from error
 
     def _name(self, rank: object) -> str:
@@ -153,8 +152,6 @@ class Ranks:
         ended = []
         for rank, (host, pid) in self._started.items():
             if host == socket.gethostname() and not _is_running(pid) and not self._store.check([f"interrupted {rank}"]):
-                if reason := self._read(f"left {rank}"):
-                    return f"{self._name(rank)} has left: {reason}"
                 ended.append(f"{self._name(rank)} (pid {pid}) has ended")
         return "; ".join(ended)
 

@@ -7,8 +7,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from types import FrameType
 from typing import Any
 
@@ -31,6 +31,19 @@ def stop_signals() -> list[signal.Signals]:
     return numbers
 
 
+@contextmanager
+def handling(handler: Callable[[int, FrameType | None], None], numbers: Iterable[signal.Signals]) -> Iterator[None]:
+    """Handle these signals by `handler` inside. Only the main thread can; elsewhere nothing changes."""
+    is_main = threading.current_thread() is threading.main_thread()
+    before: dict[signal.Signals, Any] = {n: signal.signal(n, handler) for n in numbers} if is_main else {}
+    try:
+        yield
+    finally:
+        for number, previous in before.items():
+            if signal.getsignal(number) == handler:  # code inside may have set another one
+                signal.signal(number, previous)
+
+
 class StopSignals:
     """A context that stores the first signal in `received`. A second one ends the process at once."""
 
@@ -42,17 +55,15 @@ class StopSignals:
         self._is_interruptible = False
 
     def __enter__(self) -> StopSignals:
-        self._handlers: dict[signal.Signals, Any] = {}
         self._pid = os.getpid()
-        if threading.current_thread() is threading.main_thread():  # no other may set handlers
-            numbers = [number for number in stop_signals() if number not in self.except_for]
-            self._handlers = {number: signal.signal(number, self._handle) for number in numbers}
+        self._stack = ExitStack()
+        self._stack.enter_context(handling(self._handle, [n for n in stop_signals() if n not in self.except_for]))
+        if threading.current_thread() is threading.main_thread():
             stop_with_launcher()
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number, handler in self._handlers.items():
-            signal.signal(number, handler)
+        self._stack.close()
 
     def to_error(self) -> RunError | None:
         """The error that ends the run because of the signal received, if one was."""
@@ -90,7 +101,6 @@ def exit_on_signal() -> Iterator[None]:
 
     For imports, which take seconds, before a recipe begins.
     """
-    handlers: dict[signal.Signals, Any] = {}
     pid = os.getpid()
 
     def end(number: int, frame: FrameType | None) -> None:
@@ -98,13 +108,8 @@ def exit_on_signal() -> Iterator[None]:
             print(f"error: {signal.Signals(number).name} before the first step", file=sys.stderr)
         raise SystemExit(128 + number)
 
-    if threading.current_thread() is threading.main_thread() and not hasattr(sys, "ps1"):
-        for number in stop_signals():
-            if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
-                handlers[number] = signal.signal(number, end)
-    try:
+    is_interactive = hasattr(sys, "ps1")
+    defaults = (signal.SIG_DFL, signal.default_int_handler)
+    free = [number for number in stop_signals() if signal.getsignal(number) in defaults and not is_interactive]
+    with handling(end, free):
         yield
-    finally:
-        for number, handler in handlers.items():
-            if signal.getsignal(number) is end:  # an import may have set another one
-                signal.signal(number, handler)

@@ -96,10 +96,9 @@ def choose_candidates(
     splits = batch.splits()
     fitting = [split for split in splits if needed_bytes(split) <= available_bytes]
     if not fitting:
-        needed = needed_bytes(splits[0]) / 2**30
+        sizes = f"{needed_bytes(splits[0]) / 2**30:.1f} GiB, and the device has {available_bytes / 2**30:.1f} free"
         raise UserError(
-            f"per_device_train_batch_size=auto: one sequence of {batch.sequence_length} tokens needs some "
-            f"{needed:.1f} GiB, and the device has {available_bytes / 2**30:.1f} free; {FIX}"
+            f"per_device_train_batch_size=auto: one sequence of {batch.sequence_length} tokens needs {sizes}; {FIX}"
         )
     chosen = splits[len(fitting) : len(fitting) + 1] if beyond else []
     for split in reversed(fitting):

@@ -169,9 +169,7 @@ def broken_file(folder, name):
     return file, type("InductorError", (Exception,), {})(f"ImportError: {file}: file too short")
 
 
-def test_compiled_code_that_a_killed_process_left_broken_is_removed_and_made_anew(
-    tmp_path, config, monkeypatch, caplog
-):
+def test_broken_compiled_code_is_removed_and_compiled_again(tmp_path, config, monkeypatch, caplog):
     """In a step, half of whose gradients there are already, and in an evaluation: the run is as any other."""
     whole = trained(config("whole", eval_steps=3))
     (first, in_step), (second, in_evaluation) = broken_file(tmp_path, "c4"), broken_file(tmp_path, "c5")
@@ -198,19 +196,19 @@ def test_compiled_code_that_a_killed_process_left_broken_is_removed_and_made_ane
     assert sum("removed a broken file" in message for message in caplog.messages) == 2
 
 
-def test_a_compiler_that_fails_is_told_with_the_way_out(tmp_path, config, monkeypatch):
+def test_a_compiler_error_names_its_cause_and_fix(tmp_path, config, monkeypatch):
     """A file that is broken again, and any other fault of it."""
     _, again = broken_file(tmp_path, "c6")
     other = type("BackendCompilerFailed", (Exception,), {})(
         "backend='inductor' raised:\nCppCompileError: C++ compile error"
     )
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/the/cache")
-    for error, told in (again, "c6.main.so: file too short"), (other, "CppCompileError: C.. compile error"):
+    for error, expected in (again, "c6.main.so: file too short"), (other, "CppCompileError: C.. compile error"):
 
         def fails(*_, error=error, **__):
             raise error
 
         monkeypatch.setattr(TrainStep, "__call__", fails)
         way = "remove /the/cache, .* --torch_compile false; ended after step 0; no checkpoint has been written"
-        with pytest.raises(RunError, match=rf"torch.compile failed \(.*{told}\); .*{way}"):
-            trained(config(told[:2]))
+        with pytest.raises(RunError, match=rf"torch.compile failed \(.*{expected}\); .*{way}"):
+            trained(config(expected[:2]))

@@ -1,4 +1,4 @@
-"""The micro-batch that fits: what memory running out changes in a run (nothing), and what is found by measurement."""
+"""The micro-batch that fits: running out of memory changes no result, and the fastest one is measured."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def run(config, *callbacks, name="run", **settings):
 
 
 def test_running_out_of_memory_gives_the_run_of_the_smaller_micro_batch_bit_for_bit(config):
-    """With dropout too: the step begins anew, with its random numbers."""
+    """With dropout too: the step starts again, with the same random numbers."""
     dropout = {"n_layer": 1, "n_head": 1, "n_embd": 16, "n_positions": 16, "resid_pdrop": 0.1, "embd_pdrop": 0.1}
     settings = {"model": dropout}
     small = run(config, name="small", per_device_train_batch_size=4, **settings)
@@ -60,7 +60,7 @@ def test_running_out_of_memory_gives_the_run_of_the_smaller_micro_batch_bit_for_
     assert large.step.batch == Batch(4, 16, 4, 1)
 
 
-def test_one_sequence_that_does_not_fit_ends_the_run_with_a_way_out(config):
+def test_one_sequence_that_does_not_fit_ends_the_run_and_names_the_fix(config):
     with pytest.raises(RunError, match="out of memory in step 1 with micro-batches of one sequence; use a smaller"):
         run(config, Small(rows=0), per_device_train_batch_size=2)
 
@@ -119,7 +119,7 @@ def test_a_micro_batch_found_for_other_processes_is_measured_again(config, monke
     assert event["changed_settings"]["processes"] == {"from": 2, "to": 1}
 
 
-def test_memory_that_runs_out_elsewhere_is_told_with_the_way_out(config, monkeypatch):
+def test_memory_that_runs_out_elsewhere_names_the_fix(config, monkeypatch):
     def step(*args, **options):
         raise torch.OutOfMemoryError("no room for the moments")
 
@@ -146,7 +146,7 @@ run_recipe(lambda: Pretrainer(PretrainConfig.from_cli(), [small]).train())
 
 
 @pytest.mark.slow
-def test_memory_that_runs_out_on_one_process_is_met_by_all(tmp_path, document_folder):
+def test_memory_that_runs_out_on_one_process_is_handled_by_all(tmp_path, document_folder):
     (tmp_path / "recipe.py").write_text(ON_ONE)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
     for name, size in (("two", "2"), ("eight", "8")):  # the larger one without accumulation
