@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import os
 import platform
+import re
 import resource
 import sys
 from pathlib import Path
@@ -25,11 +26,8 @@ THREADS_FLAG = "__num_cpu_threads_per_process"  # of accelerate launch, with und
 def cpuinfo(key: str) -> str:
     """The first value of `key` in Linux's list of processors, or an empty string."""
     path = Path("/proc/cpuinfo")
-    for line in path.read_text().splitlines() if path.exists() else []:
-        name, _, value = line.partition(":")
-        if name.strip() == key:
-            return value.strip()
-    return ""
+    found = re.search(rf"^{key}[ \t]*:(.*)$", path.read_text() if path.exists() else "", re.MULTILINE)
+    return found[1].strip() if found else ""
 
 
 def model_name() -> str:

@@ -75,23 +75,10 @@ def stop_with_launcher() -> None:
 
     Other parents do not count: the children of a shell may outlive it.
     """
-    if PARENT_IS_LAUNCHER and sys.platform == "linux":
+    if PARENT_IS_LAUNCHER:
         signal_at_parent_exit(signal.SIGTERM)
-    if (PARENT_IS_LAUNCHER and os.getppid() != PARENT) or _is_orphan():
-        os.kill(os.getpid(), signal.SIGTERM)  # it has died already
-
-
-def _is_orphan() -> bool:
-    """Whether the launcher died before this process could read its command line.
-
-    A process is in its parent's session, or leads its own; an orphan's new parent is in another one.
-    """
-    if os.environ.keys().isdisjoint(SET_BY_LAUNCHERS) or not hasattr(os, "getsid"):
-        return False
-    try:
-        return os.getsid(0) not in (os.getsid(os.getppid()), os.getpid())
-    except OSError:  # the parent is hidden, as in a container
-        return False
+    if PARENT_IS_LAUNCHER and os.getppid() != PARENT:  # it has died already
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 def signal_at_parent_exit(number: signal.Signals) -> None:
