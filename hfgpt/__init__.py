@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from hfgpt.distributed.stop_signals import ending_at_once
+from hfgpt.distributed.stop_signals import exit_on_signal
 
 __version__ = "0.1.0"
 
@@ -28,5 +28,5 @@ def __getattr__(name: str) -> Any:
     # torch and transformers take seconds to import, so each name is imported when it is first used.
     if name not in _HOMES:
         raise AttributeError(f"module 'hfgpt' has no attribute {name!r}")
-    with ending_at_once():
+    with exit_on_signal():
         return getattr(importlib.import_module(f"hfgpt.{_HOMES[name]}"), name)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, NoReturn
 
-from hfgpt.distributed.launcher import ranks
+from hfgpt.distributed.launcher import rank_and_world_size
 from hfgpt.errors import UserError
 from hfgpt.field_types import NO_VALUE, NOT_CONVERTIBLE, convert, describe, read_yaml, shown
 from hfgpt.files import local_path
@@ -80,7 +80,7 @@ class Batch:
     def blocks_per_step(self) -> int:
         return self.micro_batch * self.accumulation * self.processes
 
-    def cuts(self) -> list[Batch]:
+    def splits(self) -> list[Batch]:
         """All ways to cut the same step on the same processes, from the smallest micro-batch."""
         blocks = self.micro_batch * self.accumulation
         small = [size for size in range(1, math.isqrt(blocks) + 1) if blocks % size == 0]
@@ -90,7 +90,7 @@ class Batch:
     def halved(self) -> Batch | None:
         """The same step with half the micro-batch, or the next smaller one that fits it; None at one block."""
         return max(
-            (cut for cut in self.cuts() if 2 * cut.micro_batch <= self.micro_batch),
+            (cut for cut in self.splits() if 2 * cut.micro_batch <= self.micro_batch),
             key=lambda cut: cut.micro_batch,
             default=None,
         )
@@ -99,7 +99,7 @@ class Batch:
     def tokens_per_step(self) -> int:
         return self.blocks_per_step * self.sequence_length
 
-    def said(self) -> str:
+    def describe(self) -> str:
         return (
             f"{self.tokens_per_step:,} tokens = micro-batch {self.micro_batch} x sequence {self.sequence_length} x "
             f"accumulation {self.accumulation} x processes {self.processes}"
@@ -269,7 +269,7 @@ class PretrainConfig:
         files = [read_yaml(path) for path in given.pop("config", [])]
         command_line: dict[str, Any] = {key: values[-1] for key, values in given.items()}
         for key, values in given.items():
-            if any(value != values[-1] for value in values) and ranks()[0] == 0:
+            if any(value != values[-1] for value in values) and rank_and_world_size()[0] == 0:
                 counted = f"given {len(values)} times; using the last: {shown(values[-1])}"
                 logger.warning("--%s: %s", key, counted)
         value_follows = False
@@ -486,7 +486,7 @@ class PretrainConfig:
             problems += error.problems
         if sizes_fine:
             try:
-                self.batch(ranks()[1])
+                self.batch(rank_and_world_size()[1])
             except UserError as error:
                 problems += error.problems
         return problems
@@ -537,7 +537,7 @@ def _alternatives(key: str, values: dict[str, Any], default: Any) -> list[Any]:
     with contextlib.suppress(UserError, *NOT_CONVERTIBLE):  # the other values may be invalid themselves
         sequence_length, given = convert(values["sequence_length"], int), values["per_device_train_batch_size"]
         micro_batch = 1 if given == AUTO else convert(given, int)
-        blocks = sequence_length * ranks()[1]  # tokens of one block on each process
+        blocks = sequence_length * rank_and_world_size()[1]  # tokens of one block on each process
         if key == "sequence_length":
             return [model_fields(_model(values)).get("n_positions", 1024)]
         if key == "model":

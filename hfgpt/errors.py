@@ -1,4 +1,4 @@
-"""The exceptions whose text is all that a user needs: no traceback is shown with them."""
+"""Exceptions whose message is all that a user needs; they are shown without a traceback."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 class UserError(ValueError):
     """Wrong use: a key, a file or a text that cannot work. Exit code 2.
 
-    Each of `problems` is one line that names what is wrong, its value, and the way out.
+    Each of `problems` is one line that names the key, its value, and the fix.
     """
 
-    retries: list[dict[str, Any]] = []  # noqa: RUF012 records of what was tried before, where there are any
+    retries: list[dict[str, Any]] = []  # noqa: RUF012 records of earlier tries
 
     def __init__(self, *problems: str) -> None:
         self.problems = problems
@@ -19,10 +19,10 @@ class UserError(ValueError):
 
 
 class RunError(RuntimeError):
-    """A run that cannot go on, with its cause in one line; what it had reached is saved.
+    """A run that cannot continue, with its cause in one line.
 
-    `exit_code`: 1, or 128 + the number of the signal that ended the run. `everywhere`: told by every process, as the
-    main one may be gone. `retries`: records of what was tried before.
+    `exit_code`: 1, or 128 + the number of the signal that ended the run. `everywhere`: every process
+    prints it, as the main process may be gone. `retries`: records of earlier tries.
     """
 
     retries: list[dict[str, Any]] = []  # noqa: RUF012
@@ -42,8 +42,8 @@ def message(error: BaseException) -> str:
     return (str(error).strip() or "no message").splitlines()[0]
 
 
-def told_by(fault: UserError | RunError, who: str) -> UserError | RunError:
-    """The same fault, with the name of the process that met it."""
-    if isinstance(fault, UserError):
-        return UserError(*(f"{who}: {problem}" for problem in fault.problems))
-    return RunError(f"{who}: {fault}", fault.exit_code, fault.everywhere)
+def name_process(error: UserError | RunError, process: str) -> UserError | RunError:
+    """The same error, with the name of its process before each problem."""
+    if isinstance(error, UserError):
+        return UserError(*(f"{process}: {problem}" for problem in error.problems))
+    return RunError(f"{process}: {error}", error.exit_code, error.everywhere)

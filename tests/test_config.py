@@ -214,7 +214,7 @@ def test_sizes_beyond_all_machines_are_refused_at_once():
     assert (
         "n_head may be" in problems("--model", "{n_embd: 999999999999, n_head: 7777777777}", "--sequence_length=8")[0]
     )
-    assert len(Batch(1, 1, 2**40, 1).cuts()) == 41
+    assert len(Batch(1, 1, 2**40, 1).splits()) == 41
 
 
 def test_every_problem_is_told_at_once(tmp_path):

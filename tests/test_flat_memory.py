@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from running import trained
 from transformers import TrainerCallback
 
-from hfgpt.distributed.device import keep_freed_memory
+from hfgpt.distributed.cpu import keep_freed_memory
 from hfgpt.evaluation.evaluate import SummedLoss
 from hfgpt.evaluation.generate import continued
 from hfgpt.evaluation.loss import summed_nll, windows

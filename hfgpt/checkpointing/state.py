@@ -23,8 +23,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from hfgpt.checkpointing.run_folder import write_json
 from hfgpt.checkpointing.training_state import STATE
 from hfgpt.data.tokenization import save_tokenizer
-from hfgpt.distributed.fsdp2 import from_main
-from hfgpt.distributed.ranks import HostGroup
+from hfgpt.distributed.fsdp2 import full_state_options
+from hfgpt.distributed.ranks import Ranks
 from hfgpt.errors import UserError
 from hfgpt.files import read_text_file
 from hfgpt.model.modeling_gpt2 import own_names
@@ -75,7 +75,7 @@ def write_files(
 
 
 def load_model_and_optimizer(
-    folder: Path, model: PreTrainedModel, optimizer: torch.optim.Optimizer, host: HostGroup
+    folder: Path, model: PreTrainedModel, optimizer: torch.optim.Optimizer, host: Ranks
 ) -> None:
     """Weights and optimizer state of a checkpoint into `model` and `optimizer`, in place, on all processes.
 
@@ -87,7 +87,7 @@ def load_model_and_optimizer(
     host.from_main(lambda: read.update(_read_for(model, state["state"], folder)))
     if read["optimizer"]:  # a new dictionary: the one that was returned is the optimizer's own
         read["optimizer"] = {**state, "state": read["optimizer"]}
-    options = from_main(host.world)
+    options = full_state_options(host.world_size)
     set_model_state_dict(model, read["weights"], options=options)
     set_optimizer_state_dict(model, optimizer, read["optimizer"], options=options)
 

@@ -29,7 +29,7 @@ from hfgpt.data.encoding import Encoder
 from hfgpt.data.permutation import hash_of, hashes, permutation
 from hfgpt.data.remote import take_events
 from hfgpt.data.sources import IN_MEMORY_BYTES, Source, Unit, Unusable
-from hfgpt.distributed.launcher import at_parents_end
+from hfgpt.distributed.launcher import signal_at_parent_exit
 from hfgpt.distributed.stop_signals import stop_signals
 from hfgpt.errors import RunError, UserError
 
@@ -297,7 +297,7 @@ class _Share(torch.utils.data.IterableDataset[Any]):
 
 def _end_with_parent() -> None:
     """Have this worker killed when its parent ends, however that ends and however long a step takes (on Linux)."""
-    at_parents_end(signal.SIGKILL)
+    signal_at_parent_exit(signal.SIGKILL)
     parent, forkserver = multiprocessing.parent_process(), multiprocessing.get_start_method() == "forkserver"
     if parent and (not parent.is_alive() if forkserver else os.getppid() != parent.pid):
         os._exit(1)  # it ended before

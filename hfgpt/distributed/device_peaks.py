@@ -1,7 +1,7 @@
-"""What devices can do at most: dense rates and memory from `devices.csv`, or a matmul measured on the spot.
+"""Peak rates and memory of devices: from `devices.csv`, or a matmul measured on the spot.
 
-`memory_gib` in the table is what torch sees of the card: the size its maker states less what drivers and error
-correction commonly take (2 % where nothing else is known). None was measured here; `hfgpt plan --memory_gib` overrules.
+`memory_gib` in the table is what torch sees of the card: the maker's size less what drivers and error correction
+commonly take (2 % where nothing else is known). None was measured here; `hfgpt plan --memory_gib` overrides it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "no": torch.float32}
 
 
 class Peak(NamedTuple):
-    """Dense rate of a device in TFLOP/s (None: unknown) and what says so ("rated: ...", "measured: ...")."""
+    """Dense rate of a device in TFLOP/s (None: unknown) and its source ("rated: ...", "measured: ...")."""
 
     tflops: float | None
     source: str
@@ -30,12 +30,12 @@ def device_peak(device: torch.device, precision: str) -> Peak:
     """The device's dense rate in `precision` ("bf16", "fp16", "no"): rated if in the table, else measured, once."""
     if rated := rated_device_peak(device, precision):
         return rated
-    way = device_name(device), torch.get_num_threads(), torch.get_float32_matmul_precision()
-    return _measured(device, precision, *way)  # anew where one of these has changed
+    conditions = device_name(device), torch.get_num_threads(), torch.get_float32_matmul_precision()
+    return _measure_once(device, precision, *conditions)
 
 
 @cache
-def _measured(device: torch.device, precision: str, *way: object) -> Peak:
+def _measure_once(device: torch.device, precision: str, *conditions: object) -> Peak:
     return measure_matmul_tflops(device, precision)
 
 
@@ -50,51 +50,49 @@ def rated_device_peak(device: torch.device, precision: str) -> Peak | None:
 def rated_peak(name: str, precision: str, multiprocessors: int | None = None) -> Peak | None:
     """Dense rate with float32 accumulation of exactly this device name, or None if the table lacks it.
 
-    fp16 has the rate of bf16 unless stated. Where one name covers several chips, `multiprocessors` tells which; None
-    takes the first.
+    fp16 has the rate of bf16 unless stated. Where several chips share a name, `multiprocessors` decides; None takes
+    the first.
     """
-    rows = [row for row in _rated_rows() if row["device_name"] == name]
-    count = str(multiprocessors or "")
-    rows = [row for row in rows if not count or row["multiprocessors"] in ("", count)]
+    chips = ("", str(multiprocessors)) if multiprocessors else None
+    rows = [row for row in _rows_of(name) if chips is None or row["multiprocessors"] in chips]
     for dtype in ("fp16", "bf16") if precision == "fp16" else (precision,):
-        for row in rows:
-            if row["dtype"] == dtype:
-                several = len([other for other in rows if other["dtype"] == dtype]) > 1
-                chip = (
-                    f" with {row['multiprocessors']} multiprocessors, as others of the name have more"
-                    if several
-                    else ""
-                )
-                doubt = "" if row["confidence"] == "high" else f" ({row['confidence']} confidence)"
-                return Peak(float(row["dense_tflops_fp32_accumulate"]), f"rated: {name} {precision} dense{chip}{doubt}")
+        if matching := [row for row in rows if row["dtype"] == dtype]:
+            row = matching[0]
+            source = f"rated: {name} {precision} dense"
+            if len(matching) > 1:
+                source += f" with {row['multiprocessors']} multiprocessors, as others of the name have more"
+            if row["confidence"] != "high":
+                source += f" ({row['confidence']} confidence)"
+            return Peak(float(row["dense_tflops_fp32_accumulate"]), source)
     return None
 
 
 def rated_devices() -> list[str]:
     """The exact names of the devices whose rate is known, each once."""
-    return list(dict.fromkeys(row["device_name"] for row in _rated_rows()))
+    return list(dict.fromkeys(row["device_name"] for row in _read_table()))
 
 
 def rated_memory_gib(name: str) -> float | None:
-    """GiB of exactly this device name, or None if the table does not say (or several cards share the name)."""
-    return next(
-        (float(row["memory_gib"]) for row in _rated_rows() if row["device_name"] == name and row["memory_gib"]), None
-    )
+    """GiB of exactly this device name, or None if the table lacks it (as where several cards share the name)."""
+    return next((float(row["memory_gib"]) for row in _rows_of(name) if row["memory_gib"]), None)
 
 
-def _rated_rows() -> list[dict[str, str]]:
+def _rows_of(name: str) -> list[dict[str, str]]:
+    return [row for row in _read_table() if row["device_name"] == name]
+
+
+def _read_table() -> list[dict[str, str]]:
     with files("hfgpt.distributed").joinpath("devices.csv").open() as table:
         return list(csv.DictReader(table))
 
 
 def measure_matmul_tflops(device: torch.device, precision: str, seconds: float = 0.5) -> Peak:
-    """The fastest square matmul of about `seconds` of trying, as this process would run it.
+    """The rate of the fastest square matmul, tried for about `seconds`; `tflops` is None if the device has none.
 
-    A CPU is measured with the threads in use, float32 on a CUDA card with the TF32 setting in use. Draws
-    nothing from torch's global random state. A device that cannot do it gives None.
+    Uses this process's threads and its TF32 setting, and nothing of torch's global random state.
     """
     dtype = _DTYPES[precision]
-    kind = str(dtype).removeprefix("torch.")
+    dtype_name = str(dtype).removeprefix("torch.")
     where = device_name(device)
     if device.type == "cpu":
         where += f", {torch.get_num_threads()} threads"
@@ -104,7 +102,7 @@ def measure_matmul_tflops(device: torch.device, precision: str, seconds: float =
     try:
         for size in sizes:
             flops = 2 * size**3 * calls
-            if best and flops / best > seconds:  # a slow device: the smaller size has to do
+            if best and flops / best > seconds:  # a slow device: the smaller size has to suffice
                 break
             a, b = (torch.randn(size, size, device=device, generator=generator).to(dtype) for _ in range(2))
             out = torch.matmul(a, b)  # the first call sets the library up
@@ -118,5 +116,5 @@ def measure_matmul_tflops(device: torch.device, precision: str, seconds: float =
                 now = time.perf_counter()
                 best, best_size = max((best, best_size), (flops / (now - start), size))
     except RuntimeError as error:
-        return Peak(None, f"unknown: {kind} matmul failed on {where}: {str(error).splitlines()[0]}")
-    return Peak(best / 1e12, f"measured: {best_size} x {best_size} {kind} matmul on {where}")
+        return Peak(None, f"unknown: {dtype_name} matmul failed on {where}: {str(error).splitlines()[0]}")
+    return Peak(best / 1e12, f"measured: {best_size} x {best_size} {dtype_name} matmul on {where}")

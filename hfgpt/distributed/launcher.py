@@ -1,9 +1,10 @@
-"""What started this process: a launcher, and the other processes that it started; or nothing of the kind."""
+"""The launcher of this process, if any: its environment, and how this process ends with it."""
 
 from __future__ import annotations
 
 import ctypes
 import os
+import re
 import signal
 import sys
 from pathlib import Path
@@ -15,93 +16,73 @@ MODULES = (
     *("accelerate.commands.launch", "accelerate.commands.accelerate_cli"),
     *("torch.distributed.run", "torch.distributed.launch"),
 )
-# Each launcher sets one of these for what it starts, and nobody else does.
+# Each launcher sets one of these for its children, and nothing else does.
 SET_BY_LAUNCHERS = ("TORCHELASTIC_RUN_ID", "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION")
 
 
-def ranks() -> tuple[int, int]:
-    """Rank and world size as the launcher has set them: 0 and 1 without one. Raises UserError where they do not fit."""
+def rank_and_world_size() -> tuple[int, int]:
+    """Rank and world size from the environment; 0 and 1 without a launcher. Raises UserError where they disagree."""
     values = []
-    for key, without in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1)):
+    for key, default in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1)):
         try:
-            values.append(int(os.environ.get(key, without)))
+            values.append(int(os.environ.get(key, default)))
         except ValueError:
             raise UserError(f"{key}={os.environ[key]}: not a whole number; unset it, or use a launcher") from None
-    rank, world, local, _ = values
+    rank, world_size, local_rank, _ = values
     fix = "unset it, or start all processes with accelerate launch or torchrun"
-    if world < 1:
-        raise UserError(f"WORLD_SIZE={world}: below 1; {fix}")
-    if not 0 <= rank < world:
-        there = f"WORLD_SIZE={world}" if "WORLD_SIZE" in os.environ else "WORLD_SIZE is not set"
-        raise UserError(f"RANK={rank} does not fit: {there}; {fix}")
-    if world > 1 and "RANK" not in os.environ:
-        raise UserError(f"WORLD_SIZE={world}, but RANK is not set; {fix}")
-    if not 0 <= local < world:
-        raise UserError(f"LOCAL_RANK={local} does not fit WORLD_SIZE={world}; {fix}")
-    return rank, world
+    if world_size < 1:
+        raise UserError(f"WORLD_SIZE={world_size}: below 1; {fix}")
+    if not 0 <= rank < world_size:
+        world = f"WORLD_SIZE={world_size}" if "WORLD_SIZE" in os.environ else "WORLD_SIZE is not set"
+        raise UserError(f"RANK={rank} does not fit: {world}; {fix}")
+    if world_size > 1 and "RANK" not in os.environ:
+        raise UserError(f"WORLD_SIZE={world_size}, but RANK is not set; {fix}")
+    if not 0 <= local_rank < world_size:
+        raise UserError(f"LOCAL_RANK={local_rank} does not fit WORLD_SIZE={world_size}; {fix}")
+    return rank, world_size
 
 
 def is_launcher(command: list[str]) -> bool:
-    """Whether a command line is that of accelerate, torchrun or torch.distributed, run as a program or a module."""
-    words = list(command)
-    program = words.pop(0) if words else ""
+    """Whether a command line runs accelerate, torchrun or torch.distributed, as a program or a module."""
+    program, *words = command or [""]
     if "python" not in Path(program).name.lower():
         return Path(program).name in PROGRAMS
-    while words and words[0].startswith("-"):  # the interpreter's own options
-        option = words.pop(0)
-        if option == "--check-hash-based-pycs":
-            words[:1] = []
-        letters = "" if option.startswith("--") else option[1:]
-        for place, letter in enumerate(letters, start=1):
-            if letter in "mcWX":  # these take a value: the rest of the word, or the next one
-                value = letters[place:] or "".join(words[:1])
-                if letter in "mc":
-                    return letter == "m" and value in MODULES
-                words[:1] = words[:1] if letters[place:] else []
-                break
+    while words and words[0].startswith("-"):  # the interpreter's options; -m, -c, -W and -X take a value
+        if option := re.match(r"-[^-mcWX]*([mcWX])(.*)", words.pop(0)):
+            value = option[2] or "".join(words[:1])
+            if option[1] in "mc":
+                return option[1] == "m" and value in MODULES
+            words = words if option[2] else words[1:]
     script = Path(words[0] if words else "")
     as_module = ".".join([*script.parts[-3:-1], script.stem])  # where a launcher's file is run by its path
     return script.name in PROGRAMS or as_module in MODULES
 
 
-def _command(process: int) -> list[str]:
+def _command_line(pid: int) -> list[str]:
     try:
-        return [os.fsdecode(word) for word in Path(f"/proc/{process}/cmdline").read_bytes().split(b"\0")]
+        return [os.fsdecode(word) for word in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")]
     except OSError:
         return []
 
 
-# Known from the first import on: a launcher may die while the libraries are being loaded.
+# Read at the first import: a launcher may die while the libraries are being loaded.
 PARENT = os.getppid()
-PARENT_IS_LAUNCHER = is_launcher(_command(PARENT))
+PARENT_IS_LAUNCHER = is_launcher(_command_line(PARENT))
 
 
-def follow_launcher() -> None:
-    """On Linux, have a SIGTERM sent to this process when its launcher dies, which would leave it training alone.
+def stop_with_launcher() -> None:
+    """On Linux, get a SIGTERM when the launcher dies, as this process would go on alone.
 
-    Nothing else is followed: what a shell starts may outlive it.
+    Other parents do not count: the children of a shell may outlive it.
     """
-    if PARENT_IS_LAUNCHER and sys.platform == "linux":
-        at_parents_end(signal.SIGTERM)
-    if (PARENT_IS_LAUNCHER and os.getppid() != PARENT) or _orphaned():
-        os.kill(os.getpid(), signal.SIGTERM)  # it has died already
+    if PARENT_IS_LAUNCHER:
+        signal_at_parent_exit(signal.SIGTERM)
+    if PARENT_IS_LAUNCHER and os.getppid() != PARENT:  # it has died already
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _orphaned() -> bool:
-    """Whether the launcher has died before this process could look at it.
-
-    A process is in its parent's session, or begins one of its own; an orphan's new parent has another one.
-    """
-    if os.environ.keys().isdisjoint(SET_BY_LAUNCHERS) or not hasattr(os, "getsid"):
-        return False
-    try:
-        return os.getsid(0) not in (os.getsid(os.getppid()), os.getpid())
-    except OSError:  # the parent is not to be seen from here
-        return False
-
-
-def at_parents_end(number: signal.Signals) -> None:
-    """Have a signal sent to this process when its parent ends, however that ends (on Linux)."""
+def signal_at_parent_exit(number: signal.Signals) -> None:
+    """On Linux, get this signal when the parent process ends, however it ends."""
     if sys.platform == "linux":
         PR_SET_PDEATHSIG = 1
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(number))

@@ -1,8 +1,7 @@
-"""The processes of a run: how they share the model, and what they tell each other apart from gradients."""
+"""The processes of a run: values they exchange, and reports of a process that failed."""
 
 from __future__ import annotations
 
-import logging
 import os
 import socket
 import threading
@@ -15,194 +14,189 @@ from typing import Any, TypeVar
 import psutil
 import torch.distributed as dist
 
-from hfgpt.distributed.launcher import ranks
+from hfgpt.distributed.launcher import rank_and_world_size
 from hfgpt.distributed.stop_signals import Interrupted
-from hfgpt.errors import RunError, UserError
+from hfgpt.errors import RunError, UserError, first_line, message
 
-logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-# Connections end a moment before the process they belong to.
-SECONDS_TO_END = 3.0
+STORE_SECONDS = 3.0  # to write to the store, and for a lost process to appear in it: connections end before processes
 
 
-class HostGroup:
-    """All processes, on the CPU: no exchange waits for a device. Alone, a process keeps its values as they are.
+class Ranks:
+    """All processes of the run. They exchange values on the CPU, so that no exchange waits for a device.
 
-    Beside the exchange, the store through which the launcher's processes find each other: which are there, why one
-    has failed, and which wait in vain.
+    Besides torch's process group they share the launcher's key-value store, which works before the group exists and
+    after a process has failed. Its keys: `process R` (host and pid of a process that has started), `failure` (which
+    process failed first, and why), `interrupted R` (a signal stopped it), `waiting R` (it lost a connection).
     """
 
     def __init__(self, timeout_seconds: float) -> None:
-        """Raises UserError where the environment does not tell the processes apart, or how to find the others."""
-        self.rank, self.world = ranks()
+        """Raises UserError where the environment lacks rank, world size or the main process's address."""
+        self.rank, self.world_size = rank_and_world_size()
         self.timeout_seconds = timeout_seconds
-        self._members: dict[int, tuple[str, int]] = {}  # host and pid of those that are there
-        if self.world == 1:
+        self._started: dict[int, tuple[str, int]] = {}  # host and pid
+        if self.world_size == 1:
             return
         try:
             self._store = _open_store(self.rank, timeout_seconds)
         except dist.DistError as error:
-            raise RunError(f"{self._me()}: no contact to the main process: {_line(error)}", everywhere=True) from error
+            lost = f"{self._name(self.rank)}: no connection to the main process: {message(error)}"
+            raise RunError(lost, everywhere=True) from error
 
-    def meet(self) -> None:
-        """Wait until all processes are there. Raises RunError that names those that are not within the timeout."""
-        if self.world == 1:
+    def rendezvous(self) -> None:
+        """Wait until all processes have started. Raises RunError that names those missing after the timeout."""
+        if self.world_size == 1:
             return
         self._store.set(f"process {self.rank}", f"{socket.gethostname()} {os.getpid()}")
         until = time.monotonic() + self.timeout_seconds
-        while missing := self._missing():
-            if self._store.check(["fault"]):
-                raise RunError(self._store.get("fault").decode())
+        while missing := self._find_missing():
+            if failure := self._read("failure"):
+                raise RunError(failure)
             if time.monotonic() > until:
                 raise RunError(f"{missing} within ddp_timeout={self.timeout_seconds:g} s", everywhere=True)
             time.sleep(0.05)
 
-    def join(self) -> None:
-        """Open the exchange, once torch's process group exists."""
-        if self.world > 1:
-            gloo = dist.get_backend() == "gloo"
+    def connect(self) -> None:
+        """Make `gather` and `from_main` work, once torch's process group exists."""
+        if self.world_size > 1:
             timeout = timedelta(seconds=self.timeout_seconds)
-            self._group = dist.group.WORLD if gloo else dist.new_group(backend="gloo", timeout=timeout)
+            is_gloo = dist.get_backend() == "gloo"
+            self._group = dist.group.WORLD if is_gloo else dist.new_group(backend="gloo", timeout=timeout)
 
-    def leave(self) -> None:
-        """To be called before the group is freed: gloo's thread needs the interpreter once more for its last work.
+    def disconnect(self) -> None:
+        """To be called before the process group is freed: gloo's thread needs the interpreter for its last work.
 
-        A group that is freed in that moment waits for the thread with the interpreter in hand, forever.
+        Otherwise the group waits for the thread while it holds the interpreter, forever.
         """
-        if self.world > 1:
+        if self.world_size > 1:
             time.sleep(0.2)
 
     def gather(self, value: T) -> list[T]:
         """Each process's value, in rank order, on every process."""
-        if self.world == 1:
+        if self.world_size == 1:
             return [value]
-        values: list[Any] = [None] * self.world
+        values: list[Any] = [None] * self.world_size
         dist.all_gather_object(values, value, group=self._group)
         return values
 
     def from_main(self, make: Callable[[], T]) -> T:
-        """What `make` returns, or raises, on the main process; the others do not call it."""
-        if self.world == 1:
+        """What `make` returns, or raises, on the main process; the other processes do not call it."""
+        if self.world_size == 1:
             return make()
-        fault: BaseException | None = None
+        error: BaseException | None = None
         outcome: list[Any] = [None, None]
         if self.rank == 0:
             try:
                 outcome[0] = make()
-            except (Exception, Interrupted) as error:
-                fault = outcome[1] = error
-                if not isinstance(error, UserError | RunError | Interrupted):  # others may not survive the way
-                    outcome[1] = RunError(f"{type(error).__name__}: {error}")
+            except (Exception, Interrupted) as raised:
+                error = outcome[1] = raised
+                if not isinstance(raised, UserError | RunError | Interrupted):  # others may not be picklable
+                    outcome[1] = RunError(f"{type(raised).__name__}: {raised}")
         dist.broadcast_object_list(outcome, src=0, group=self._group)
-        if fault := fault or outcome[1]:
-            raise fault
+        if error := error or outcome[1]:
+            raise error
         return outcome[0]
 
     @contextmanager
-    def contact(self) -> Iterator[None]:
+    def share_failures(self) -> Iterator[None]:
         """An exception of one process inside ends all: RunError on the others, with its rank and cause.
 
-        So does a process that dies, or does not answer for `timeout_seconds`. Where a signal breaks it off,
-        Interrupted tells what is known of the others: a launcher ends all after one has failed.
+        So does a process that dies, or does not answer for `timeout_seconds`. Where a signal interrupts this process,
+        Interrupted says what is known of the others: a launcher ends all after one has failed.
         """
         try:
             yield
         except BaseException as error:
-            if self.world == 1:
+            if self.world_size == 1:
                 raise
+            name = self._name(self.rank)
             if isinstance(error, Interrupted):
-                _within(SECONDS_TO_END, lambda: self._store.set(f"signal {self.rank}", ""))
-                raise Interrupted(_within(SECONDS_TO_END, self._known) or "") from error
+                self._write(f"interrupted {self.rank}", "")
+                raise Interrupted(_with_timeout(STORE_SECONDS, self._find_failure) or "") from error
             # gloo's own errors have no type of their own.
-            lost = isinstance(error, dist.DistError) or (type(error) is RuntimeError and "gloo/transport" in str(error))
-            if not lost:
-                told = _told(self._me(), error)
-                _within(SECONDS_TO_END, lambda: self._store.set("fault", told))
+            is_gloo = type(error) is RuntimeError and "gloo/transport" in str(error)
+            if not is_gloo and not isinstance(error, dist.DistError):
+                self._write("failure", f"{name}: {first_line(error)}")
                 raise
-            loss = _within(2 * SECONDS_TO_END, self._loss) or f"{self._me()}: no contact to the main process"
+            unknown = f"{name}: no connection to the main process"
+            cause = _with_timeout(2 * STORE_SECONDS, self._wait_for_cause) or unknown
             if isinstance(error, dist.DistBackendError):  # it may be this device's own
-                loss += f" ({_line(error)})"
-            _within(SECONDS_TO_END, lambda: self._store.set(f"left {self.rank}", loss))
-            raise RunError(loss, everywhere=True) from error
+                cause += f" ({message(error)})"
+            _with_timeout(STORE_SECONDS, lambda: self._store.compare_set("failure", "", cause))  # unless one is known
+            raise RunError(cause, everywhere=True) from error
 
-    def _me(self) -> str:
-        return f"process {self.rank} of {self.world}"
+    def _name(self, rank: object) -> str:
+        return f"process {rank} of {self.world_size}"
 
-    def _missing(self) -> str:
-        """Those that are not there yet, in words; empty if all are."""
-        for rank in range(self.world):
-            if rank not in self._members and self._store.check([f"process {rank}"]):
-                host, pid = self._store.get(f"process {rank}").decode().rsplit(" ", 1)
-                self._members[rank] = host, int(pid)
-        missing = [str(rank) for rank in range(self.world) if rank not in self._members]
-        return f"process {', '.join(missing)} of {self.world} has not started" if missing else ""
+    def _read(self, key: str) -> str:
+        """The value of `key` in the store; empty where no process has set it."""
+        return self._store.get(key).decode() if self._store.check([key]) else ""
 
-    def _known(self) -> str:
-        """Why a process has failed, or that one has ended without a word; empty if nothing is known."""
-        if self._store.check(["fault"]):
-            return self._store.get("fault").decode()
-        if missing := self._missing():
-            return missing
-        here = socket.gethostname()
-        gone = [rank for rank, (host, pid) in self._members.items() if host == here and not _runs(pid)]
-        gone = [rank for rank in gone if not self._store.check([f"signal {rank}"])]
-        for rank in gone:
-            if self._store.check([f"left {rank}"]):  # it has waited in vain, and said for what
-                return f"process {rank} of {self.world} has left: {self._store.get(f'left {rank}').decode()}"
-        return "; ".join(f"process {r} of {self.world} (pid {self._members[r][1]}) has ended" for r in gone)
+    def _write(self, key: str, value: str) -> None:
+        _with_timeout(STORE_SECONDS, lambda: self._store.set(key, value))
 
-    def _loss(self) -> str:
-        """What has become of the process that was lost, as far as can be told from here."""
-        with suppress(RuntimeError):  # where the launcher of the main process has ended, so has the store
-            self._store.set(f"waits {self.rank}", "")
-        until = time.monotonic() + SECONDS_TO_END
+    def _find_missing(self) -> str:
+        """The processes that have not started, in words; empty if all have."""
+        for rank in range(self.world_size):
+            if rank not in self._started and (address := self._read(f"process {rank}")):
+                host, pid = address.rsplit(" ", 1)
+                self._started[rank] = host, int(pid)
+        missing = [str(rank) for rank in range(self.world_size) if rank not in self._started]
+        return f"{self._name(', '.join(missing))} has not started" if missing else ""
+
+    def _find_failure(self) -> str:
+        """Which process has failed or ended, and why; empty if none is known to have."""
+        if known := self._read("failure") or self._find_missing():
+            return known
+        ended = []
+        for rank, (host, pid) in self._started.items():
+            if host == socket.gethostname() and not _is_running(pid) and not self._store.check([f"interrupted {rank}"]):
+                ended.append(f"{self._name(rank)} (pid {pid}) has ended")
+        return "; ".join(ended)
+
+    def _wait_for_cause(self) -> str:
+        """Why the connection to another process was lost, as far as it can be found from here."""
+        with suppress(RuntimeError):  # the store ends with the launcher of the main process
+            self._store.set(f"waiting {self.rank}", "")
+        until = time.monotonic() + STORE_SECONDS
         while time.monotonic() < until:
             with suppress(RuntimeError):
-                if known := self._known():
-                    return known
+                if failure := self._find_failure():
+                    return failure
             time.sleep(0.05)
-        silent = [rank for rank in range(self.world) if not self._store.check([f"waits {rank}"])]
+        silent = [rank for rank in range(self.world_size) if not self._store.check([f"waiting {rank}"])]
         if not silent:
             return "the processes wait for different things; a callback must do the same on all of them"
-        hosts = ", ".join(f"{rank} (on {self._members[rank][0]})" for rank in silent)  # the others are here by now
-        return f"no answer from process {hosts} of {self.world} within ddp_timeout={self.timeout_seconds:g} s"
+        names = ", ".join(f"{rank} (on {self._started[rank][0]})" for rank in silent)
+        return f"no answer from {self._name(names)} within ddp_timeout={self.timeout_seconds:g} s"
 
 
-def tell(error: BaseException) -> None:
-    """Let the others know why this process ends before it has met them, as far as that can be done."""
+def report_failure(error: BaseException) -> None:
+    """Tell the other processes why this one ends before its `rendezvous`, as far as possible."""
     with suppress(Exception):
-        rank, world = os.environ["RANK"], os.environ["WORLD_SIZE"]
-        store = _open_store(int(rank), SECONDS_TO_END)
-        store.set("fault", _told(f"process {rank} of {world}", error))
+        rank, world_size = rank_and_world_size()
+        _open_store(rank, STORE_SECONDS).set("failure", f"process {rank} of {world_size}: {first_line(error)}")
 
 
 def _open_store(rank: int, timeout_seconds: float) -> dist.Store:
-    """The launcher's store, or one of the main process where the launcher keeps none."""
+    """The launcher's key-value store, or one kept by the main process where the launcher has none."""
     try:
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     except (KeyError, ValueError):
         raise UserError(
             "WORLD_SIZE is set, but MASTER_ADDR and MASTER_PORT are not; start with accelerate launch or torchrun"
         ) from None
-    keeps = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    limit = timedelta(seconds=timeout_seconds)
-    server = dist.TCPStore(host, port, None, keeps, limit, wait_for_workers=False, multi_tenant=True)
+    is_server = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    timeout = timedelta(seconds=timeout_seconds)
+    server = dist.TCPStore(host, port, None, is_server, timeout, wait_for_workers=False, multi_tenant=True)
     store = dist.PrefixStore(f"hfgpt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", server)
-    store.set_timeout(timedelta(seconds=SECONDS_TO_END))
+    store.set_timeout(timedelta(seconds=STORE_SECONDS))
     return store
 
 
-def _told(who: str, error: BaseException) -> str:
-    return f"{who}: {type(error).__name__}: {_line(error)}"
-
-
-def _line(error: BaseException) -> str:
-    return (str(error).strip() or "no message").splitlines()[0]
-
-
-def _within(seconds: float, call: Callable[[], T]) -> T | None:
-    """What `call` returns; None where it fails, or takes longer, as the store does when the network is gone."""
+def _with_timeout(seconds: float, call: Callable[[], T]) -> T | None:
+    """What `call` returns; None if it fails, or blocks for longer, as the store does without a network."""
     returned: list[T] = []
 
     def work() -> None:
@@ -215,7 +209,7 @@ def _within(seconds: float, call: Callable[[], T]) -> T | None:
     return returned[0] if returned else None
 
 
-def _runs(pid: int) -> bool:
+def _is_running(pid: int) -> bool:
     try:
         return psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
     except psutil.NoSuchProcess:

@@ -1,4 +1,4 @@
-"""SIGTERM, SIGINT and SIGHUP as a wish to stop: the step in flight ends and is saved first."""
+"""SIGTERM, SIGINT and SIGHUP as a request to stop, so that the step in flight ends and is saved first."""
 
 from __future__ import annotations
 
@@ -7,104 +7,109 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from types import FrameType
 from typing import Any
 
-from hfgpt.distributed.launcher import follow_launcher
+from hfgpt.distributed.launcher import stop_with_launcher
 from hfgpt.errors import RunError
 
-# A launcher passes a signal on that the terminal has sent to its children too, and dies of it a moment later.
+# Ctrl-C reaches the launcher and its children; the launcher passes it on to them a moment later.
 SAME_SIGNAL_SECONDS = 2.0
 
 
 class Interrupted(BaseException):
-    """A signal came while the process only waited. No `Exception`, which libraries catch and go on."""
+    """A signal came inside `StopSignals.interruptible`. Not an `Exception`, which libraries catch and ignore."""
 
 
 def stop_signals() -> list[signal.Signals]:
-    """Those that ask the process to stop: SIGHUP, of a terminal that closes, unless it is ignored (nohup)."""
-    wanted = [signal.SIGTERM, signal.SIGINT]
+    """The signals that ask a process to stop. SIGHUP, for a closed terminal, is one unless it is ignored (nohup)."""
+    numbers = [signal.SIGTERM, signal.SIGINT]
     if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
-        wanted.append(signal.SIGHUP)
-    return wanted
+        numbers.append(signal.SIGHUP)
+    return numbers
+
+
+@contextmanager
+def handling(handler: Callable[[int, FrameType | None], None], numbers: Iterable[signal.Signals]) -> Iterator[None]:
+    """Handle these signals by `handler` inside. Only the main thread can; elsewhere nothing changes."""
+    is_main = threading.current_thread() is threading.main_thread()
+    before: dict[signal.Signals, Any] = {n: signal.signal(n, handler) for n in numbers} if is_main else {}
+    try:
+        yield
+    finally:
+        for number, previous in before.items():
+            if signal.getsignal(number) == handler:  # code inside may have set another one
+                signal.signal(number, previous)
 
 
 class StopSignals:
-    """A context in which the first signal is noted in `received` and a second one ends the process at once."""
+    """A context that stores the first signal in `received`. A second one ends the process at once."""
 
-    def __init__(self, besides: Sequence[signal.Signals] = ()) -> None:
-        """`besides`: signals that are left as they are."""
-        self.besides = besides
+    def __init__(self, except_for: Sequence[signal.Signals] = ()) -> None:
+        """except_for: signals that keep their handlers."""
+        self.except_for = except_for
         self.received: signal.Signals | None = None
-        self._since = 0.0
-        self._waiting = False
+        self._received_at = 0.0
+        self._is_interruptible = False
 
     def __enter__(self) -> StopSignals:
-        self._before: dict[signal.Signals, Any] = {}
-        self._process = os.getpid()
-        if threading.current_thread() is threading.main_thread():  # no other may set handlers
-            wanted = [number for number in stop_signals() if number not in self.besides]
-            self._before = {number: signal.signal(number, self._handle) for number in wanted}
-            follow_launcher()
+        self._pid = os.getpid()
+        self._stack = ExitStack()
+        self._stack.enter_context(handling(self._handle, [n for n in stop_signals() if n not in self.except_for]))
+        if threading.current_thread() is threading.main_thread():
+            stop_with_launcher()
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+        self._stack.close()
 
-    def fault(self) -> RunError | None:
-        """The signal received, if any, as what ends the run."""
+    def to_error(self) -> RunError | None:
+        """The error that ends the run because of the signal received, if one was."""
         return RunError(self.received.name, 128 + self.received) if self.received else None
 
     @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """What is done inside may be broken off: a signal raises `Interrupted` there."""
-        self._waiting = True
+    def interruptible(self) -> Iterator[None]:
+        """Work inside can be abandoned: a signal raises `Interrupted` there."""
+        self._is_interruptible = True
         try:
             if self.received:
                 raise Interrupted
             yield
-            if self.received:  # and what was raised has been caught on the way
+            if self.received:  # and the code inside has caught what was raised
                 raise Interrupted
         finally:
-            self._waiting = False
+            self._is_interruptible = False
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() != self._process:  # a fork of it, which its own parent ends
+        if os.getpid() != self._pid:  # a fork, which its own parent ends
             if number == signal.SIGTERM:
                 os._exit(128 + number)
         elif self.received is None:
-            self.received, self._since = signal.Signals(number), time.monotonic()
-            if self._waiting:
-                self._waiting = False
+            self.received, self._received_at = signal.Signals(number), time.monotonic()
+            if self._is_interruptible:
+                self._is_interruptible = False
                 raise Interrupted
-        elif time.monotonic() - self._since > SAME_SIGNAL_SECONDS:
+        elif time.monotonic() - self._received_at > SAME_SIGNAL_SECONDS:
             os._exit(128 + number)
 
 
 @contextmanager
-def ending_at_once() -> Iterator[None]:
-    """A signal inside ends the process with its exit code and one line, where nobody has another use for it.
+def exit_on_signal() -> Iterator[None]:
+    """A signal inside ends the process with one line and its exit code, unless it has another handler.
 
-    For imports, which take seconds, before a recipe has begun.
+    For imports, which take seconds, before a recipe begins.
     """
-    before: dict[signal.Signals, Any] = {}
-    process = os.getpid()
+    pid = os.getpid()
 
     def end(number: int, frame: FrameType | None) -> None:
-        if os.getpid() == process:
+        if os.getpid() == pid:
             print(f"error: {signal.Signals(number).name} before the first step", file=sys.stderr)
         raise SystemExit(128 + number)
 
-    if threading.current_thread() is threading.main_thread() and not hasattr(sys, "ps1"):
-        for number in stop_signals():
-            if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
-                before[number] = signal.signal(number, end)
-    try:
+    is_interactive = hasattr(sys, "ps1")
+    defaults = (signal.SIG_DFL, signal.default_int_handler)
+    free = [number for number in stop_signals() if signal.getsignal(number) in defaults and not is_interactive]
+    with handling(end, free):
         yield
-    finally:
-        for number, handler in before.items():
-            if signal.getsignal(number) is end:  # an import may have set another one
-                signal.signal(number, handler)

@@ -26,8 +26,8 @@ from hfgpt.data.remote import model_files
 from hfgpt.data.sources import open_source
 from hfgpt.distributed.compiler import choose_compile
 from hfgpt.distributed.device import device_name, start_accelerator
-from hfgpt.distributed.fsdp2 import take_sharding
-from hfgpt.distributed.ranks import HostGroup
+from hfgpt.distributed.fsdp2 import take_fsdp_request
+from hfgpt.distributed.ranks import Ranks
 from hfgpt.errors import UserError
 from hfgpt.evaluation.generate import load_checkpoint
 from hfgpt.evaluation.hellaswag import hellaswag
@@ -64,7 +64,7 @@ class Subject:
     tokenizer: Any
     folder: Path
     accelerator: Accelerator
-    host: HostGroup
+    host: Ranks
 
     @property
     def positions(self) -> int | None:
@@ -114,17 +114,17 @@ def evaluate_checkpoint(
     checkpoint: str, measure: Callable[[Subject], dict[str, Any]], mixed_precision: str = "no"
 ) -> dict[str, Any]:
     """What `measure` finds of a checkpoint on each of the processes that were launched, and facts about these."""
-    take_sharding()  # each process holds the whole model here
-    host = HostGroup(TIMEOUT_SECONDS)
-    with host.contact():
-        host.meet()
+    take_fsdp_request()  # each process holds the whole model here
+    host = Ranks(TIMEOUT_SECONDS)
+    with host.share_failures():
+        host.rendezvous()
         accelerator, precision = start_accelerator(mixed_precision, TIMEOUT_SECONDS)
-        host.join()
+        host.connect()
         subject = Subject(*load_any(checkpoint, accelerator.device), accelerator, host)
         began = time.perf_counter()
         found = measure(subject)
         seconds = time.perf_counter() - began
-        host.leave()
+        host.disconnect()
         accelerator.end_training()
     return {
         "checkpoint": checkpoint,

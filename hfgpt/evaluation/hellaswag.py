@@ -24,7 +24,7 @@ from hfgpt.data.encoding import Encoder
 from hfgpt.data.remote import hub_files
 from hfgpt.data.rows import read_rows
 from hfgpt.data.sources import local_files
-from hfgpt.distributed.ranks import HostGroup
+from hfgpt.distributed.ranks import Ranks
 from hfgpt.errors import RunError, UserError
 from hfgpt.evaluation.loss import shown
 from hfgpt.model.configuration_gpt2 import model_rows
@@ -70,7 +70,7 @@ def hellaswag(
     *,
     batch_size: int,
     accelerator: Accelerator,
-    host: HostGroup,
+    host: Ranks,
     limit: int | None = None,
 ) -> dict[str, Any]:
     """Accuracy of a causal language model (ours, or any of transformers) on HellaSwag, the same on every process.

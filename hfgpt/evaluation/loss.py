@@ -16,7 +16,7 @@ from accelerate.utils import gather_object
 from torch import nn
 from tqdm import tqdm  # type: ignore[import-untyped]
 
-from hfgpt.distributed.compiler import with_code_mended
+from hfgpt.distributed.compiler import run_compiled
 from hfgpt.errors import UserError
 
 T = TypeVar("T")
@@ -104,7 +104,7 @@ def summed_nll(
             options = {"num_items_in_batch": one, "use_cache": False, **attention(ids)}
             forward = partial(model, input_ids=ids, shift_labels=labels, **options)
             with accelerator.autocast():
-                sums[number] = with_code_mended(forward).loss
+                sums[number] = run_compiled(forward).loss
     finally:
         model.train(was_training)
     # In float64, on the CPU as not every device has it.

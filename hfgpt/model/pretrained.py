@@ -15,7 +15,7 @@ from hfgpt.checkpointing.training_state import read_state
 from hfgpt.config import AUTO, PretrainConfig
 from hfgpt.data.remote import model_files, pinned_name
 from hfgpt.data.tokenization import has_tokenizer, load_tokenizer
-from hfgpt.distributed.ranks import HostGroup
+from hfgpt.distributed.ranks import Ranks
 from hfgpt.errors import UserError
 from hfgpt.model.configuration_gpt2 import fields_of, model_fields, model_rows
 from hfgpt.model.modeling_gpt2 import GPT2LMHeadModel
@@ -135,7 +135,7 @@ def settled(config: PretrainConfig, resumed_from: Path | None) -> PretrainConfig
     return config.with_facts(init_from=name, model={**there, **own})
 
 
-def initial_weights(init_from: str, tokenizer: PreTrainedTokenizerFast, host: HostGroup) -> dict[str, Tensor]:
+def initial_weights(init_from: str, tokenizer: PreTrainedTokenizerFast, host: Ranks) -> dict[str, Tensor]:
     """The weights of `init_from` by parameter name, on the main process; empty on the others.
 
     Raises UserError where they do not fit the tokenizer; other ids than those of their own one are a warning.

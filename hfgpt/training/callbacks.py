@@ -31,7 +31,7 @@ from transformers.trainer_callback import (
 )
 
 from hfgpt.config import Batch, PretrainConfig
-from hfgpt.distributed.ranks import HostGroup
+from hfgpt.distributed.ranks import Ranks
 from hfgpt.errors import UserError
 from hfgpt.evaluation.loss import perplexity
 from hfgpt.field_types import duration
@@ -380,9 +380,9 @@ class Callbacks:
             counted = ("step", "wall_seconds", *counters)
             values |= {key: value for key, value in {**record, **logs}.items() if key not in counted}
 
-    def agree(self, ranks: HostGroup) -> None:
+    def agree(self, ranks: Ranks) -> None:
         """Make what a user's callback requests on one process happen on all."""
-        if self.has_own and ranks.world > 1:
+        if self.has_own and ranks.world_size > 1:
             for wanted in ranks.gather(vars(self.control)):
                 for name, value in wanted.items():
                     setattr(self.control, name, value or getattr(self.control, name))

@@ -6,7 +6,7 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from hfgpt.distributed.compiler import compiler_fault
+from hfgpt.distributed.compiler import explain_compiler_error
 from hfgpt.distributed.stop_signals import Interrupted
 from hfgpt.errors import RunError, UserError, first_line
 from hfgpt.training.saving import record_lost_output, record_saved, start_save
@@ -30,7 +30,7 @@ def saved_on_failure(run: TrainingRun) -> Iterator[None]:
         lost = [] if has_given_up else _save_alone(run)
         fault: BaseException = error
         if isinstance(error, Interrupted):
-            fault = run.signals.fault() or RunError("the main process was ended", 128 + signal.SIGTERM)
+            fault = run.signals.to_error() or RunError("the main process was ended", 128 + signal.SIGTERM)
         cause = str(fault) if fault is not error else f"{type(error).__name__}: {error}"
         run.record(event="end", skipped_rows=dict(run.progress.skipped_rows), fault=cause)
         if has_given_up or isinstance(error, SystemExit):
@@ -38,7 +38,7 @@ def saved_on_failure(run: TrainingRun) -> Iterator[None]:
         everywhere = getattr(error, "everywhere", False)
         end = [] if everywhere else [f"ended after step {run.progress.step}"]
         end += [*lost, how_to_continue(run)]
-        if broken := compiler_fault(error) if isinstance(error, Exception) else None:
+        if broken := explain_compiler_error(error) if isinstance(error, Exception) else None:
             fault = RunError(broken)
         if isinstance(fault, UserError | RunError):
             problems = getattr(fault, "problems", [str(fault)])

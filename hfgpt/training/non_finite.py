@@ -11,7 +11,7 @@ import torch
 
 from hfgpt.checkpointing.run_folder import RunFolder
 from hfgpt.data.stream import StepBatch
-from hfgpt.distributed.ranks import HostGroup
+from hfgpt.distributed.ranks import Ranks
 from hfgpt.errors import RunError
 from hfgpt.training.step import StepResult
 
@@ -38,7 +38,7 @@ class NonFiniteGuard:
     """
 
     def __init__(
-        self, run: RunFolder, host: HostGroup, named: Callable[[StepBatch, list[int]], list[dict[str, Any]]]
+        self, run: RunFolder, host: Ranks, named: Callable[[StepBatch, list[int]], list[dict[str, Any]]]
     ) -> None:
         self.run, self.host, self.named = run, host, named
         self.pending: list[Step] = []
@@ -76,7 +76,7 @@ class NonFiniteGuard:
                 self.skipped_in_a_row = 0
                 continue
             self.skipped_in_a_row += 1
-            ranks, rows = self._bad_rows(len(step.batch.blocks), micro_losses, alone and self.host.world > 1)
+            ranks, rows = self._bad_rows(len(step.batch.blocks), micro_losses, alone and self.host.world_size > 1)
             self.run.record(
                 event="skip_step",
                 step=step.step,
@@ -84,7 +84,7 @@ class NonFiniteGuard:
                 ranks=ranks,
                 documents=self.named(step.batch, rows),
             )
-            where = f" on process {', '.join(map(str, ranks))}" if ranks and self.host.world > 1 else ""
+            where = f" on process {', '.join(map(str, ranks))}" if ranks and self.host.world_size > 1 else ""
             logger.warning("step %d is left out: loss %s, gradient norm %s%s", step.step, loss, norm, where)
             if self.has_given_up:
                 raise RunError(

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 from accelerate.utils.memory import should_reduce_batch_size
 
-from hfgpt.distributed.ranks import HostGroup
+from hfgpt.distributed.ranks import Ranks
 from hfgpt.errors import RunError, message
 
 
@@ -20,7 +19,7 @@ class MemoryRanOut(Exception):
 class MemoryWatch:
     """Sees to it that all processes know of a micro-batch that did not fit before any of them exchanges gradients."""
 
-    def __init__(self, host: HostGroup, sharded: bool) -> None:
+    def __init__(self, host: Ranks, sharded: bool) -> None:
         self.host, self.sharded, self.failed = host, sharded, False
 
     @contextmanager
@@ -30,7 +29,7 @@ class MemoryWatch:
         Where processes share the model, or in the last micro-batch, in which they exchange gradients, they are out of
         step by then: the error of the device ends the run.
         """
-        alone, last = self.host.world == 1, index == count
+        alone, last = self.host.world_size == 1, index == count
         if not alone and not self.sharded and last and index > 1 and any(self.host.gather(self.failed)):
             self.failed = False
             raise MemoryRanOut
@@ -53,10 +52,3 @@ def out_of_memory_named(where: str, fix: str) -> Iterator[None]:
         if not isinstance(error, torch.OutOfMemoryError | MemoryError) and not should_reduce_batch_size(error):
             raise
         raise RunError(f"out of memory {where} ({message(error)}); {fix}") from error
-
-
-def release_memory(device: torch.device) -> None:
-    """Give back to the device what is no longer used."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()

@@ -84,7 +84,7 @@ class Plan:
             *([("weights", f"start from {config.init_from}")] if config.init_from else []),
             *(("changed", f"{key}: {change}") for key, change in config.gave_way.items()),
             *(("text", line) for line in self.text),
-            ("step", batch.said()),
+            ("step", batch.describe()),
             ("run", f"{self.max_steps:,} steps, {self.max_steps * batch.tokens_per_step:,} tokens"),
             (
                 "rate",

@@ -15,7 +15,7 @@ from hfgpt.data import told_counts
 from hfgpt.data.stream import StepBatch, batch_hash, side_by_side
 from hfgpt.distributed.device import peak_memory_bytes
 from hfgpt.distributed.stop_signals import Interrupted, StopSignals
-from hfgpt.errors import RunError, UserError, told_by
+from hfgpt.errors import RunError, UserError, name_process
 from hfgpt.evaluation.loss import evaluate as evaluate_tokens
 from hfgpt.hub.push import push_trained
 from hfgpt.safe_output import safe
@@ -45,7 +45,7 @@ class Pretrainer:
         with safe(), StopSignals() as signals:
             run = self.run = prepare(self.config, self.callbacks, signals)
             ranks, control, step = run.machine.ranks, run.callbacks.control, run.step
-            with closing(run.folder), run.saver, closing(run.batches), saved_on_failure(run), ranks.contact():
+            with closing(run.folder), run.saver, closing(run.batches), saved_on_failure(run), ranks.share_failures():
                 if run.is_main:
                     print("\n".join(run.plan.lines()), flush=True)
                 # Read first: nothing is written for a run whose text fails at once.
@@ -84,17 +84,17 @@ def next_batch(run: TrainingRun) -> tuple[StepBatch, StepBatch]:
     ranks = run.machine.ranks
     own: StepBatch | UserError | RunError | None
     try:
-        with run.signals.waiting():
+        with run.signals.interruptible():
             own = next(run.batches)
     except Interrupted:
-        own = run.signals.fault()
+        own = run.signals.to_error()
     except (UserError, RunError) as error:
         own = error
     shares = ranks.gather(own)
     if faults := {rank: share for rank, share in enumerate(shares) if isinstance(share, UserError | RunError)}:
         rank, fault = next(iter(faults.items()))
-        if len(faults) < ranks.world:
-            fault = told_by(fault, f"process {rank} of {ranks.world}")
+        if len(faults) < ranks.world_size:
+            fault = name_process(fault, f"process {rank} of {ranks.world_size}")
         if not run.has_started:
             raise fault
         for event in (event for fault in faults.values() for event in fault.retries):
@@ -118,7 +118,7 @@ def start(run: TrainingRun) -> None:
         run.record(event="resume", checkpoint=run.resumed.folder.name, **changed)
     else:
         run.record(event="start")
-    with run.signals.waiting():
+    with run.signals.interruptible():
         rehearse(run)
     run.callbacks.call("on_train_begin")
 
@@ -187,7 +187,7 @@ def evaluate(run: TrainingRun) -> dict[str, Any] | None:
 def evaluate_or_stop(run: TrainingRun) -> None:
     """An evaluation that a signal ended early before, as the checkpoint says. Another signal stops the run."""
     if evaluate(run) is None:
-        stop(run, next(filter(None, run.machine.ranks.gather(run.signals.fault()))))
+        stop(run, next(filter(None, run.machine.ranks.gather(run.signals.to_error()))))
 
 
 def complete(run: TrainingRun) -> None:
@@ -221,5 +221,5 @@ def finish(run: TrainingRun, fault: str | None = None) -> None:
     run.has_ended = True
     if run.progress.skipped_rows and run.is_main:
         print("\n".join(told_counts(run.progress.skipped_rows)), flush=True)
-    run.machine.ranks.leave()
+    run.machine.ranks.disconnect()
     run.machine.accelerator.end_training()

@@ -16,7 +16,7 @@ from hfgpt.checkpointing.run_folder import RunFolder
 from hfgpt.checkpointing.training_state import changed_settings, read_state
 from hfgpt.data import TextData
 from hfgpt.data.position import resumed_position
-from hfgpt.distributed.ranks import HostGroup
+from hfgpt.distributed.ranks import Ranks
 from hfgpt.errors import UserError
 from hfgpt.training.lr_schedule import LearningRate
 from hfgpt.training.plan import Plan
@@ -37,14 +37,14 @@ class Resumed:
     changed_settings: dict[str, dict[str, Any]]
     changed_text: str
 
-    def load(self, model: PreTrainedModel, optimizer: torch.optim.Optimizer, scaler: Any, ranks: HostGroup) -> None:
+    def load(self, model: PreTrainedModel, optimizer: torch.optim.Optimizer, scaler: Any, ranks: Ranks) -> None:
         """Restore weights, optimizer and loss scaling in place. Call on all processes."""
         state.load_model_and_optimizer(self.folder, model, optimizer, ranks)
         if scaler is not None and self.trainer_state["gradient_scaler"]:
             scaler.load_state_dict(self.trainer_state["gradient_scaler"])
 
 
-def resume(folder: Path, run: RunFolder, plan: Plan, data: TextData, ranks: HostGroup) -> Resumed:
+def resume(folder: Path, run: RunFolder, plan: Plan, data: TextData, ranks: Ranks) -> Resumed:
     """Read checkpoint `folder`. Call on all processes; the main process reads the files.
 
     Raises UserError if the run cannot continue with its present settings.

@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from types import TracebackType
 
-from hfgpt.distributed.compiler import remove_broken_code
+from hfgpt.distributed.compiler import remove_broken_cache
+from hfgpt.distributed.device import release_memory
 from hfgpt.errors import RunError
 from hfgpt.training.batch_size import try_micro_batch
-from hfgpt.training.out_of_memory import MemoryRanOut, out_of_memory_named, release_memory
+from hfgpt.training.out_of_memory import MemoryRanOut, out_of_memory_named
 from hfgpt.training.setup import TrainingRun
 
 logger = logging.getLogger(__name__)
@@ -31,7 +32,7 @@ class Attempt:
         self.outer.enter_context(out_of_memory_named(where, "use a smaller --per_device_train_batch_size"))
         first_step = run.resumed.trainer_state["step"] if run.resumed else 0
         if run.plan.compile.enabled and run.progress.step == first_step:  # compiles, for minutes perhaps
-            self.outer.enter_context(run.signals.waiting())
+            self.outer.enter_context(run.signals.interruptible())
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -40,7 +41,7 @@ class Attempt:
             self.has_run_out = True
         elif kind is None:
             self.is_done = True
-        elif not (isinstance(error, Exception) and self.run.step.ranks.world == 1 and remove_broken_code(error)):
+        elif not (isinstance(error, Exception) and self.run.step.ranks.world_size == 1 and remove_broken_cache(error)):
             return bool(self.outer.__exit__(kind, error, traceback))
         self.outer.close()
         return kind is not None  # what the failed try holds is freed with its traceback
@@ -65,7 +66,7 @@ def rehearse(run: TrainingRun) -> None:
     Memory that runs out while they exchange gradients finds them out of step; here all processes know of it.
     """
     step = run.step
-    while step.ranks.world > 1 and not step.is_sharded:
+    while step.ranks.world_size > 1 and not step.is_sharded:
         try:
             with step.memory.micro_batch(1, 2):
                 try_micro_batch(step, step.batch)

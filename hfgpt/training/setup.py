@@ -24,15 +24,15 @@ from hfgpt.data import TextData, prepare_again, prepare_data
 from hfgpt.data.stream import StepBatch, iterate, named_documents
 from hfgpt.distributed.compiler import choose_compile
 from hfgpt.distributed.device import Precision, device_name, memory_bytes, start_accelerator
-from hfgpt.distributed.fsdp2 import shared_model, take_sharding
-from hfgpt.distributed.ranks import HostGroup
+from hfgpt.distributed.fsdp2 import build_sharded_model, take_fsdp_request
+from hfgpt.distributed.ranks import Ranks
 from hfgpt.distributed.stop_signals import Interrupted, StopSignals
 from hfgpt.errors import RunError, UserError
 from hfgpt.hub.push import check_push
 from hfgpt.model.memory import Setting, training_memory
 from hfgpt.model.modeling_gpt2 import HEAD_CHUNK_SIZE, document_attention, new_model
 from hfgpt.model.pretrained import initial_weights, settled
-from hfgpt.training.batch_size import fastest_that_fits, find_recorded_batch
+from hfgpt.training.batch_size import find_fastest_split, find_recorded_split
 from hfgpt.training.callbacks import Callbacks, callback_arguments, trackers
 from hfgpt.training.lr_schedule import LearningRate
 from hfgpt.training.non_finite import NonFiniteGuard
@@ -47,13 +47,13 @@ from hfgpt.training.step import TrainStep
 class Machine:
     """The processes of a run, and what they compute on."""
 
-    ranks: HostGroup
+    ranks: Ranks
     accelerator: Accelerator
     precision: Precision
     is_sharded: bool  # the processes share parameters and optimizer state (FSDP2)
 
     def memory_setting(self, config: PretrainConfig, batch: Batch, compiled: bool = False) -> Setting:
-        shares = self.ranks.world if self.is_sharded else 1
+        shares = self.ranks.world_size if self.is_sharded else 1
         setting = setting_of(config, batch, self.precision.name, shares, self.accelerator.device.type)
         return replace(setting, compiled=compiled)
 
@@ -102,14 +102,14 @@ def prepare(config: PretrainConfig, callbacks: Sequence[TrainerCallback], signal
     To be called on all processes. Raises UserError, with nothing written, for a run that cannot work.
     """
     with _ended_by_signals(signals):
-        ranks = HostGroup(config.ddp_timeout)
+        ranks = Ranks(config.ddp_timeout)
         if ranks.rank:
             logging.getLogger("hfgpt").setLevel(logging.ERROR)  # the main process speaks for all
-        is_sharded = take_sharding()
-        with ranks.contact():
-            ranks.meet()
+        is_sharded = take_fsdp_request()
+        with ranks.share_failures():
+            ranks.rendezvous()
             accelerator, precision = start_accelerator(config.mixed_precision, config.ddp_timeout)
-            ranks.join()
+            ranks.connect()
             return _prepare(config, callbacks, signals, Machine(ranks, accelerator, precision, is_sharded))
 
 
@@ -117,10 +117,10 @@ def prepare(config: PretrainConfig, callbacks: Sequence[TrainerCallback], signal
 def _ended_by_signals(signals: StopSignals) -> Iterator[None]:
     """A signal inside ends the run at once, with the exit code of that signal."""
     try:
-        with signals.waiting():
+        with signals.interruptible():
             yield
     except Interrupted as error:
-        fault = signals.fault() or RunError("the main process was told to end", 128 + signal.SIGTERM)
+        fault = signals.to_error() or RunError("the main process was told to end", 128 + signal.SIGTERM)
         cause = f"{error}; ended by " if str(error) else ""
         raise RunError(f"{cause}{fault} before the first step", fault.exit_code) from error
 
@@ -133,7 +133,7 @@ def _prepare(
     reporting = trackers(config.report_to)
     resume_from = ranks.from_main(partial(_check_folder, config, folder))
     config = ranks.from_main(partial(settled, config, resume_from))
-    batch = config.batch(ranks.world)
+    batch = config.batch(ranks.world_size)
     _check_sharding(config, machine)
     check_memory(config, batch, machine.memory_setting(config, batch), memory_bytes(device))
     config, data = _open_text(config, batch, resume_from, ranks)
@@ -157,7 +157,7 @@ def _prepare(
         resumed = resume(resume_from, folder, plan, data, ranks)
         resumed.load(model, optimizer, machine.accelerator.scaler, ranks)
         progress, position, learning_rate = resumed.progress, resumed.position, resumed.learning_rate
-        if recorded := find_recorded_batch(config, batch, resumed.trainer_state):
+        if recorded := find_recorded_split(config, batch, resumed.trainer_state):
             (batch, line), is_measured = recorded, False
             data.description.append(line)
     step = TrainStep(
@@ -174,7 +174,7 @@ def _prepare(
         def needed_bytes(cut: Batch) -> int:
             return training_memory(model.config, machine.memory_setting(config, cut, compiled.enabled)).peak
 
-        step.batch, line = fastest_that_fits(step, needed_bytes)
+        step.batch, line = find_fastest_split(step, needed_bytes)
         data.description.append(line)
     plan = replace(plan, batch=step.batch, setting=machine.memory_setting(config, step.batch, compiled.enabled))
     args = callback_arguments(config, step.batch, max_steps, machine.precision.name, compiled.enabled, resume_from)
@@ -188,7 +188,7 @@ def _prepare(
         resumed=resumed,
         data=data,
         batches=iterate(
-            *(data.train, position), rank=ranks.rank, world=ranks.world, num_workers=config.dataloader_num_workers
+            *(data.train, position), rank=ranks.rank, world=ranks.world_size, num_workers=config.dataloader_num_workers
         ),
         position=position,
         step=step,
@@ -225,7 +225,7 @@ def _check_sharding(config: PretrainConfig, machine: Machine) -> None:
 
 
 def _open_text(
-    config: PretrainConfig, batch: Batch, resume_from: Path | None, ranks: HostGroup
+    config: PretrainConfig, batch: Batch, resume_from: Path | None, ranks: Ranks
 ) -> tuple[PretrainConfig, TextData]:
     """The text, and the settings: what a recipe says of its own text gives way to the one that is stated."""
 
@@ -251,7 +251,7 @@ def build_model(
 ) -> Any:
     """The model on the device, with random weights or those given by name on the main process."""
     make, device = partial(new_model, config.model, tokenizer, config.seed, weights), machine.accelerator.device
-    model: Any = shared_model(make, device, machine.precision.name) if machine.is_sharded else make().to(device)
+    model: Any = build_sharded_model(make, device, machine.precision.name) if machine.is_sharded else make().to(device)
     if config.gradient_checkpointing:
         getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
     if compiled:

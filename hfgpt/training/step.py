@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from hfgpt.config import Batch
 from hfgpt.distributed.device import seed_random_numbers, step_seed
-from hfgpt.distributed.ranks import HostGroup
+from hfgpt.distributed.ranks import Ranks
 from hfgpt.training.lr_schedule import LearningRate
 from hfgpt.training.out_of_memory import MemoryWatch
 
@@ -45,7 +45,7 @@ class TrainStep:
         batch: Batch,
         *,
         accelerator: Accelerator,
-        ranks: HostGroup,
+        ranks: Ranks,
         learning_rate: LearningRate,
         seed: int,
         max_grad_norm: float,
@@ -69,7 +69,7 @@ class TrainStep:
         The loss is the mean nll in nats over all target tokens of all processes; the gradient norm is that before
         clipping. Both stay on the device: reading them here would make the host wait for it at every step.
         """
-        accelerator, world = self.accelerator, self.ranks.world
+        accelerator, world = self.accelerator, self.ranks.world_size
         self.is_updating = self.is_sharded  # processes that share the model may stand anywhere in a step
         # A pure function of (seed, step, process), so that no generator state has to be saved to resume.
         seed_random_numbers(step_seed(self.seed, step, self.ranks.rank), accelerator.device)

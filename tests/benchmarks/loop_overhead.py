@@ -23,7 +23,7 @@ def bare_ours(gate: Gate, case: dict[str, Any], deterministic: bool = False) -> 
     import torch
 
     from hfgpt import GPT2LMHeadModel
-    from hfgpt.distributed.device import keep_freed_memory
+    from hfgpt.distributed.cpu import keep_freed_memory
     from hfgpt.training.optimizer import parameter_groups
 
     def forward(model: Any, ids: Any, labels: Any) -> Any:
@@ -51,7 +51,7 @@ def main() -> None:
         case, gate = {**train_step.CASES["char-cpu"], "B": int(size)}, Gate()
         import torch
 
-        from hfgpt.distributed.device import available_cores
+        from hfgpt.distributed.cpu import available_cores
 
         torch.set_num_threads(available_cores())
         if name == "ours":

@@ -60,7 +60,7 @@ def worker(fields: dict[str, int], options: dict[str, Any]) -> None:
 
     from hfgpt import PretrainConfig
     from hfgpt.distributed.device import default_device, peak_memory_bytes
-    from hfgpt.distributed.fsdp2 import shared_model
+    from hfgpt.distributed.fsdp2 import build_sharded_model
     from hfgpt.model.modeling_gpt2 import HEAD_CHUNK_SIZE, GPT2LMHeadModel
     from hfgpt.training.optimizer import build_optimizer
 
@@ -74,7 +74,7 @@ def worker(fields: dict[str, int], options: dict[str, Any]) -> None:
         def make() -> GPT2LMHeadModel:
             return GPT2LMHeadModel(GPT2Config(**fields, **NO_DROPOUT, bos_token_id=None, eos_token_id=None))
 
-        made: Any = shared_model(make, device, precision) if sharded else make().to(device)
+        made: Any = build_sharded_model(make, device, precision) if sharded else make().to(device)
         made.train()
         optimizer = build_optimizer(made, config)
         if options.get("checkpointing"):

@@ -44,7 +44,7 @@ def worker(rounds: int, flags: list[str]) -> None:
         steps = str(STEPS * rounds + 1)
         config = PretrainConfig.from_cli(argv=[*FLAGS, "--output_dir", folder, "--max_steps", steps, *flags])
         ours = prepare(config, (), StopSignals())
-        take, accelerator, world = ours.step, ours.machine.accelerator, ours.machine.ranks.world
+        take, accelerator, world = ours.step, ours.machine.accelerator, ours.machine.ranks.world_size
         device, model = accelerator.device, copy.deepcopy(take.model)
         optimizer = build_optimizer(model, config)
         bare = DistributedDataParallel(model) if world > 1 else model

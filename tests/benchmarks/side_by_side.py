@@ -141,7 +141,8 @@ def machine(threads: int | None = None) -> dict[str, Any]:
     """Device, versions, threads and load, as they stand in every result."""
     import torch
 
-    from hfgpt.distributed.device import available_cores, default_device, device_name
+    from hfgpt.distributed.cpu import available_cores
+    from hfgpt.distributed.device import default_device, device_name
 
     packages = ("torch", "transformers", "accelerate")
     return {

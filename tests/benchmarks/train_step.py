@@ -228,7 +228,7 @@ def candidate(name: str, case: str, changes: list[str], folder: str, threads: in
     gate = Gate()
     import torch
 
-    from hfgpt.distributed.device import available_cores
+    from hfgpt.distributed.cpu import available_cores
 
     torch.set_num_threads(threads or available_cores())
     values = {

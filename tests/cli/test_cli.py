@@ -9,6 +9,7 @@ import torch
 import typer
 
 from hfgpt import UserError, __version__, cli, run_recipe
+from hfgpt.cli.evaluate import replace_compile_values
 
 
 def command(monkeypatch, capsys, *arguments: str) -> tuple[int, str, str]:
@@ -196,12 +197,12 @@ def test_generate_prints_the_samples_of_the_library(monkeypatch, capsys, tmp_pat
     code, out, err = command(monkeypatch, capsys, "generate", str(tmp_path), "--prompt", "abz", "--top_k", "-1")
     assert code == 2 and out == "" and err.startswith("error: top_k -1")
     code, out, err = command(monkeypatch, capsys, "generate", str(tmp_path), "--seed", str(2**63))
-    assert code == 2 and out == "" and err.startswith("error: seed 9223372036854775808") and err.count("\n") == 1
+    assert code == 2 and out == "" and "--seed" in err and str(2**63) in err and err.count("\n") == 1
     code, out, err = command(monkeypatch, capsys, "generate", str(tmp_path), "--prompt", "abz")
     assert code == 2 and out == "" and "'z'" in err
 
 
-def test_doctor_says_what_the_machine_offers(monkeypatch, capsys):
+def test_doctor_prints_what_the_machine_offers(monkeypatch, capsys):
     monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
     threads = torch.get_num_threads()
     try:
@@ -221,7 +222,7 @@ def test_doctor_says_what_the_machine_offers(monkeypatch, capsys):
 
 def test_a_commands_flag_may_have_the_value_that_a_recipe_gives_it():
     given = ["evaluate", "folder", "--torch_compile", "false", "--json"]
-    assert cli._flags_without_values(given) == ["evaluate", "folder", "--eager", "--json"]
+    assert replace_compile_values(given) == ["evaluate", "folder", "--eager", "--json"]
     given[3] = "true"
-    assert cli._flags_without_values(given) == ["evaluate", "folder", "--torch_compile", "--json"]
-    assert cli._flags_without_values(given[:3]) == given[:3]
+    assert replace_compile_values(given) == ["evaluate", "folder", "--torch_compile", "--json"]
+    assert replace_compile_values(given[:3]) == given[:3]

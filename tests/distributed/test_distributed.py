@@ -1,4 +1,4 @@
-"""One process, several with the whole model each (DDP), several that share it (FSDP2): the same run."""
+"""One process, several with the whole model each (DDP), several with a sharded model (FSDP2): the same run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from hfgpt import PretrainConfig
 from hfgpt.checkpointing.checkpoint import fault
-from hfgpt.distributed.fsdp2 import take_sharding
+from hfgpt.distributed.fsdp2 import take_fsdp_request
 from hfgpt.errors import UserError
 from hfgpt.training.plan import check_memory, setting_of
 
@@ -96,7 +96,7 @@ def test_one_process_two_and_two_that_share_the_model_are_one_run(launch, optim)
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_as_another_kind(launch, tmp_path):
+def test_a_run_resumes_as_another_kind(launch, tmp_path):
     whole = launch("one", "whole", "--per_device_train_batch_size", "8")
     shutil.copytree(whole / "checkpoint-2", tmp_path / "moved" / "checkpoint-2")
     resume = ["--resume_from_checkpoint", "latest", "--per_device_train_batch_size", "4"]
@@ -120,7 +120,7 @@ def test_given_weights_reach_all_processes(launch, tmp_path):
 
 
 @pytest.mark.slow
-def test_sharing_the_model_serves_bf16_and_recomputation(launch):
+def test_a_sharded_model_trains_in_bf16_and_with_recomputation(launch):
     """Near to float32; the precision of the weights and of the loss stays."""
     exact = launch("one", "exact")
     flags = ["--mixed_precision", "bf16", "--gradient_checkpointing", "true", "--per_device_train_batch_size", "4"]
@@ -147,7 +147,7 @@ run_recipe(lambda: Pretrainer(PretrainConfig.from_cli(), [Fails()]).train())
 
 @pytest.fixture
 def failing(tmp_path, document_folder):
-    """Runs a recipe on two processes with logs of their own; the exit code, and what the main one said at the end."""
+    """Runs a recipe on two processes with logs of their own; the exit code, and the last line of the main process."""
     recipe = tmp_path / "recipe.py"
 
     def run(text: str, *flags: str, python: str = FORK) -> tuple[int, str]:
@@ -159,15 +159,15 @@ def failing(tmp_path, document_folder):
         done = completed(command, {**os.environ, **cpu}, timeout=200, cwd=tmp_path)
         assert not [p for p in psutil.process_iter(["cwd"]) if p.info["cwd"] == str(tmp_path)]  # none is left
         [log] = (tmp_path / "logs").rglob("attempt_0/0/stderr.log")
-        said = log.read_text().splitlines()
-        return done.returncode, said[-1] if said else ""
+        stderr = log.read_text().splitlines()
+        return done.returncode, stderr[-1] if stderr else ""
 
     return run
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("what", "told"),
+    ("what", "expected"),
     [
         ("raise ValueError('a bad card')", "process 1 of 2: ValueError: a bad card"),
         (
@@ -176,10 +176,10 @@ def failing(tmp_path, document_folder):
         ),
     ],
 )
-def test_what_ends_one_process_is_the_last_word_of_the_main_one(failing, tmp_path, what, told):
+def test_the_main_process_reports_why_another_failed(failing, tmp_path, what, expected):
     code, last = failing(FAILING.format(what=what), python=sys.executable)
     assert code == 1
-    assert last.startswith(f"error: {told.format(host=socket.gethostname())}"), last
+    assert last.startswith(f"error: {expected.format(host=socket.gethostname())}"), last
     assert last.endswith("continue with --resume_from_checkpoint latest")
     assert fault((tmp_path / "run" / "checkpoint-latest").resolve()) is None
 
@@ -221,7 +221,7 @@ run_recipe(lambda: Pretrainer(PretrainConfig.from_cli()).train())
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("where", "what", "told"),
+    ("where", "what", "expected"),
     [
         ("if os.environ['RANK'] == '1': fails()", "time.sleep(1000)", "process 1 of 2 has not started within ddp_"),
         (
@@ -236,15 +236,15 @@ run_recipe(lambda: Pretrainer(PretrainConfig.from_cli()).train())
         ),
     ],
 )
-def test_what_ends_one_process_at_the_start_is_told_too(failing, tmp_path, where, what, told):
+def test_the_main_process_reports_why_another_did_not_start(failing, tmp_path, where, what, expected):
     code, last = failing(STARTING.format(where=where, what=what))
-    assert code and last.startswith(f"error: {told}"), last
+    assert code and last.startswith(f"error: {expected}"), last
     assert "1 of 2" in last or "Odd: odd" in last
     assert not (tmp_path / "run" / "run.json").exists()
 
 
 @pytest.mark.slow
-def test_wrong_use_is_told_by_the_main_process_however_fast_the_other_one_is(failing):
+def test_the_main_process_reports_wrong_use_even_if_it_is_slower(failing):
     slow = "if os.environ['RANK'] == '0': time.sleep(1.5)"
     code, last = failing(STARTING.format(where=slow, what="pass"), "--per_device_train_batch_size", "5")
     assert code and last.startswith("error: ") and "per_device_train_batch_size" in last
@@ -287,7 +287,7 @@ run_recipe(main)
 
 
 @pytest.mark.slow
-def test_what_fails_before_the_processes_meet_is_told(failing):
+def test_a_failure_before_the_rendezvous_is_reported(failing):
     code, last = failing(EARLY)
     assert code and last.startswith("error: process 1 of 2: RuntimeError: before it has met anybody"), last
 
@@ -310,7 +310,7 @@ run_recipe(lambda: Pretrainer(PretrainConfig.from_cli(), [Differs()]).train())
 
 
 @pytest.mark.slow
-def test_what_a_callback_wants_on_one_process_is_done_on_all(failing, tmp_path):
+def test_what_a_callback_requests_on_one_process_is_done_on_all(failing, tmp_path):
     code, last = failing(DIFFERING, "--save_steps", "100", "--eval_steps", "4")
     assert code == 0, last
     run = tmp_path / "run"
@@ -320,7 +320,7 @@ def test_what_a_callback_wants_on_one_process_is_done_on_all(failing, tmp_path):
 
 
 @pytest.mark.slow
-def test_processes_that_wait_for_different_things_say_so(failing):
+def test_processes_that_wait_for_different_things_are_reported(failing):
     """As where a callback exchanges something on one process alone."""
     gathers = "pretrainer.run.machine.ranks.gather(1) or time.sleep(1000)"
     code, last = failing(
@@ -369,7 +369,7 @@ def test_gradients_are_exchanged_once_a_step(tmp_path, document_folder):
 
 
 @pytest.mark.slow
-def test_a_step_that_is_not_finite_is_left_out_of_a_shared_model(launch, tmp_path):
+def test_a_non_finite_step_is_skipped_by_a_sharded_model(launch, tmp_path):
     poison = "from running import PoisonMicroBatch\n"
     recipe = (tmp_path / "recipe.py").read_text().replace("[Held()]", "[Held(), PoisonMicroBatch(3, 0, rank=1)]")
     (tmp_path / "recipe.py").write_text(f"import sys\nsys.path.insert(0, {str(ROOT / 'tests')!r})\n{poison}{recipe}")
@@ -429,7 +429,7 @@ def test_unequal_numbers_of_targets_weigh_as_in_one_batch(tmp_path, document_fol
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "expected"),
     [
         ({"FSDP_VERSION": "1"}, "fsdp_version: 1 (the default is 1); state fsdp_version: 2"),
         ({"FSDP_ACTIVATION_CHECKPOINTING": "true"}, "use --gradient_checkpointing true"),
@@ -437,34 +437,34 @@ def test_unequal_numbers_of_targets_weigh_as_in_one_batch(tmp_path, document_fol
         ({"FSDP_IGNORED_MODULES": "lm_head"}, "fsdp_ignored_modules: lm_head"),
         ({"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}, "use --torch_compile true"),
         ({"ACCELERATE_USE_DEEPSPEED": "true"}, "use FSDP2"),
-        ({"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}, "parallelism_config is not supported; take it out"),
+        ({"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}, "parallelism_config is not supported; remove it"),
     ],
 )
-def test_what_is_asked_of_the_launcher_and_not_done_is_refused(monkeypatch, settings, told):
-    monkeypatch.setattr("hfgpt.distributed.fsdp2._sharding", False)
+def test_unsupported_settings_of_the_launcher_are_refused(monkeypatch, settings, expected):
+    monkeypatch.setattr("hfgpt.distributed.fsdp2._is_requested", False)
     for key, value in {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", **settings}.items():
         monkeypatch.setenv(key, value)
-    with pytest.raises(UserError, match=re.escape(told)):
-        take_sharding()
+    with pytest.raises(UserError, match=re.escape(expected)):
+        take_fsdp_request()
 
 
-def test_what_is_done_another_way_is_said(monkeypatch, caplog):
+def test_ignored_settings_of_the_launcher_are_a_warning(monkeypatch, caplog):
     settings = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT"}
     settings |= {"FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP", "ACCELERATE_DYNAMO_BACKEND": "NO"}
-    monkeypatch.setattr("hfgpt.distributed.fsdp2._sharding", False)
+    monkeypatch.setattr("hfgpt.distributed.fsdp2._is_requested", False)
     for key, value in settings.items():
         monkeypatch.setenv(key, value)
-    assert take_sharding()
+    assert take_fsdp_request()
     assert "fsdp_state_dict_type SHARDED_STATE_DICT" in caplog.text and "auto_wrap" not in caplog.text
     assert "ACCELERATE_USE_FSDP" not in os.environ  # Accelerate would serve it in its own way
-    assert take_sharding()  # for a second run in this process, too
+    assert take_fsdp_request()  # for a second run in this process, too
 
 
 WHOLE = """
 import torch, torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from transformers import GPT2Config
-from hfgpt.distributed.fsdp2 import shared_model
+from hfgpt.distributed.fsdp2 import build_sharded_model
 from hfgpt.model.modeling_gpt2 import GPT2LMHeadModel
 
 dist.init_process_group("gloo")
@@ -480,7 +480,7 @@ for tied in (True, False):
         made.append(GPT2LMHeadModel(config))
         return made[-1]
 
-    model = shared_model(make, torch.device("cpu"), "no")
+    model = build_sharded_model(make, torch.device("cpu"), "no")
     assert (model.lm_head.weight is model.transformer.wte.weight) == tied
     devices = [m.transformer.wte.weight.device.type for m in made[1:]]
     assert devices == (["cpu"] if dist.get_rank() == 0 else []), devices  # made[0] has become the shared one
@@ -492,14 +492,14 @@ dist.barrier()
 
 
 @pytest.mark.slow
-def test_only_the_main_process_ever_holds_a_shared_model_whole(tmp_path):
+def test_only_the_main_process_ever_holds_a_sharded_model_whole(tmp_path):
     (tmp_path / "script.py").write_text(WHOLE)
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = completed([*FORKED_TWO, str(tmp_path / "script.py")], environment, timeout=100)
     assert done.returncode == 0, done.stderr
 
 
-def test_a_model_that_only_fits_when_shared_is_not_refused():
+def test_a_model_that_only_fits_when_sharded_is_not_refused():
     config = PretrainConfig(output_dir="run", model="gpt2-1.5b", max_steps=1, per_device_train_batch_size=1)
     batch, memory = config.batch(8), 12 * 2**30
     with pytest.raises(UserError, match="GiB"):

@@ -1,4 +1,4 @@
-"""Two machines, as two network namespaces with addresses of their own and a cable between them that can be cut."""
+"""Two machines: network namespaces with their own addresses and a link between them that can fail."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def nodes():
 
 
 @pytest.mark.slow
-def test_two_machines_leave_when_the_network_is_cut_and_go_on_exactly(nodes, tmp_path, document_folder):
+def test_two_machines_stop_when_the_network_fails_and_resume_exactly(nodes, tmp_path, document_folder):
     settings = (ROOT / "accelerate_configs" / "multi_node.yaml").read_text()
     config = tmp_path / "multi_node.yaml"
     config.write_text(settings.replace("mixed_precision: bf16", "use_cpu: true"))
@@ -63,10 +63,10 @@ def test_two_machines_leave_when_the_network_is_cut_and_go_on_exactly(nodes, tmp
         first.wait_for(lambda: len(first.records("loss")) >= 12)
         assert ip("-n", nodes[0], "link", "set", "cable0", "down").returncode == 0
         for run in (first, second):
-            said = run.end(seconds=200)
+            stderr = run.end(seconds=200)
             assert run.process.returncode == 1
-            [line] = [line for line in said.splitlines() if line.startswith("error: ")]
-            assert ("no answer from" in line or "no contact to" in line) and line.endswith(
+            [line] = [line for line in stderr.splitlines() if line.startswith("error: ")]
+            assert ("no answer from" in line or "no connection to" in line) and line.endswith(
                 "continue with --resume_from_checkpoint latest"
             )
         assert fault((tmp_path / "run" / "checkpoint-latest").resolve()) is None

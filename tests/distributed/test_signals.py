@@ -1,4 +1,4 @@
-"""A run that is told to stop ends its step, saves, and says how to go on: from whatever side the signal comes."""
+"""On a signal a run ends its step, saves, and names how to continue, wherever the signal comes from."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def wait_for_end(process: psutil.Process) -> None:
 
 
 def check_stopped(run, *names: str) -> int:
-    """The run ended by itself, told as one of `names`: recorded, and saved at its last step. Returns that step."""
+    """The run ended by itself, recorded one of `names`, and saved its last step. Returns that step."""
     last = run.records()[-1]
     assert last["event"] == "end" and last["fault"] in names
     assert (run.folder / "checkpoint-latest").resolve().name == f"checkpoint-{last['step']}"
@@ -39,7 +39,7 @@ def check_stopped(run, *names: str) -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "code"), [("SIGTERM", 143), ("SIGINT", 130)])
-def test_one_signal_saves_and_says_how_to_go_on(start, name, code):
+def test_one_signal_saves_and_names_how_to_continue(start, name, code):
     run = start(ALONE)
     run.process.send_signal(signal.Signals[name])
     stderr = run.end()
@@ -83,8 +83,8 @@ def test_two_processes_stop_at_one_step(start, who):
         run.process.send_signal(signal.SIGTERM)
     run.end()
     # A launcher passes its signal on to one after the other, and the step may end between the two.
-    told = {"one process": ["process 1 of 2: SIGTERM"]}
-    check_stopped(run, *told.get(who, ["SIGTERM", "process 0 of 2: SIGTERM", "process 1 of 2: SIGTERM"]))
+    expected = {"one process": ["process 1 of 2: SIGTERM"]}
+    check_stopped(run, *expected.get(who, ["SIGTERM", "process 0 of 2: SIGTERM", "process 1 of 2: SIGTERM"]))
 
 
 @pytest.mark.slow
@@ -124,7 +124,7 @@ run_recipe(lambda: Pretrainer(PretrainConfig.from_cli(), [Slow()]).train())
 
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", [FORKED, TWO], ids=["alone", "one of two"])
-def test_a_signal_breaks_off_an_evaluation(start, tmp_path, document_folder, launcher):
+def test_a_signal_interrupts_an_evaluation(start, tmp_path, document_folder, launcher):
     recipe = tmp_path / "quickstart.py"
     recipe.write_text(SLOW_EVALUATION)
     flags = ["--eval_steps", "5", "--per_device_eval_batch_size", "1", "--max_steps", "5", "--save_steps", "3"]
@@ -145,13 +145,13 @@ def test_a_signal_breaks_off_an_evaluation(start, tmp_path, document_folder, lau
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_process_that_is_killed_is_named_by_the_other_and_the_run_goes_on_later(start, rank):
+def test_a_killed_process_is_named_by_the_other_and_the_run_resumes(start, rank):
     run = start(TWO, "--save_steps", "5", "--tokens_per_step", "512")
     run.wait_for(lambda: (run.folder / "checkpoint-latest").exists())
     victim = recipes_of(run)[rank]
     victim.kill()
-    said = run.end()
-    [line] = [line for line in said.splitlines() if line.startswith("error: ")]
+    stderr = run.end()
+    [line] = [line for line in stderr.splitlines() if line.startswith("error: ")]
     assert line == (
         f"error: process {rank} of 2 (pid {victim.pid}) has ended; continue with --resume_from_checkpoint latest"
     )

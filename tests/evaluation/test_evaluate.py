@@ -287,7 +287,7 @@ def test_wrong_use_is_told(folder, tmp_path, monkeypatch, flags, told):
     flags = [str(path) if flag == "TEXT" else flag for flag in flags]
     monkeypatch.setattr("sys.argv", ["hfgpt", "evaluate", str(folder), *flags])
     with pytest.raises(UserError) as refused:
-        cli._run_app()
+        cli.run_app()
     assert told in str(refused.value) and "\n" not in str(refused.value)
 
 
@@ -336,5 +336,5 @@ def test_a_task_and_a_record_from_the_command_line(tmp_path, document_folder, mo
         ["--dataset", str(document_folder), "--limit", "3"],
     ):
         monkeypatch.setattr("sys.argv", ["hfgpt", "evaluate", str(checkpoint), *flags])
-        with pytest.raises(UserError, match=r"not for --task hellaswag|of --task alone"):
-            cli._run_app()
+        with pytest.raises(UserError, match=r"not for --task hellaswag|only for --task"):
+            cli.run_app()

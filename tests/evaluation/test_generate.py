@@ -389,7 +389,7 @@ def test_a_closed_standard_input_is_told_and_ctrl_c_has_its_code(capsys, monkeyp
     monkeypatch.setattr("sys.argv", ["hfgpt", "generate", str(checkpoint), "--prompt", "-"])
     monkeypatch.setattr("sys.stdin", None)
     with pytest.raises(UserError, match="standard input is closed"):
-        cli._run_app()
+        cli.run_app()
 
     def interrupted(*_, **__):
         raise KeyboardInterrupt

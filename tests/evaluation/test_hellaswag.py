@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, LlamaFor
 from transformers import GPT2LMHeadModel as StockGPT2
 
 from hfgpt.data.tokenization import load_tokenizer
-from hfgpt.distributed.ranks import HostGroup
+from hfgpt.distributed.ranks import Ranks
 from hfgpt.errors import RunError, UserError
 from hfgpt.evaluation.hellaswag import hellaswag
 from hfgpt.model.modeling_gpt2 import GPT2LMHeadModel
@@ -78,15 +78,15 @@ def source(tmp_path) -> str:
 
 
 @functools.cache
-def met() -> HostGroup:
-    host = HostGroup(60.0)
-    host.meet()
+def met() -> Ranks:
+    host = Ranks(60.0)
+    host.rendezvous()
     return host
 
 
 def scored(model, tokenizer, source, batch_size=7, **options):
     options |= {"host": met(), "accelerator": Accelerator(cpu=True)}
-    options["host"].join()
+    options["host"].connect()
     return hellaswag(model, tokenizer, source, batch_size=batch_size, **options)
 
 

@@ -1,4 +1,4 @@
-"""Measuring the cuts of a step: each is a whole training step, and one that does not fit is said so."""
+"""`hfgpt plan --measure`: each micro-batch trains whole steps, until one does not fit."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def settings(config):
     return config(per_device_train_batch_size="auto", tokens_per_step=96, gradient_accumulation_steps=None)
 
 
-def test_each_cut_is_a_whole_step_of_training(settings, monkeypatch):
+def test_each_split_is_a_whole_step_of_training(settings, monkeypatch):
     taken = []
 
     def counted(self, ids, labels, step):
@@ -58,7 +58,7 @@ def test_one_process_is_measured(settings, monkeypatch):
         measure(settings, 50)
 
 
-def test_peak_memory_begins_anew():
+def test_peak_memory_starts_again():
     from hfgpt.distributed.device import peak_memory_bytes, reset_peak_memory
 
     cpu = torch.device("cpu")
@@ -78,6 +78,6 @@ def test_the_command_measures_and_draws(monkeypatch, tmp_path):
     found = json.loads(CliRunner().invoke(app, [*flags, "--torch_compile", "false", "--json"]).stdout)
     assert [row["micro_batch"] for row in found["cuts"]] == [1, 2, 4] and found["peak_source"]
     wrong = CliRunner().invoke(app, [*flags, "--watts", "300", "--output", str(tmp_path / "none" / "cuts.png")])
-    assert "watts=300: has no meaning with --measure" in str(wrong.exception)
+    assert "watts: no meaning with --measure" in str(wrong.exception)
     wrong = CliRunner().invoke(app, ["plan", "--tokens_per_step", "1024", "--output", "cuts.png"])
     assert "is the plot of --measure" in str(wrong.exception)

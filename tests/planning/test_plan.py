@@ -15,121 +15,137 @@ from hfgpt.planning.estimate import forecast
 from hfgpt.training.plan import Plan, setting_of
 
 CARD = "NVIDIA GeForce RTX 4070 Ti"
-STEP = {"device": CARD, "tokens_per_step": "524288"}
+STEP = {"device": CARD, "tokens_per_step": 524288}
 GPT2_FLOPS = 855_166_464  # per token, at 1,024
 
 
 def needed_gib(micro_batch: int, **flags) -> float:
-    cuts = forecast({**STEP, "memory_gib": "1000", **flags}).cuts
-    return next(cut.needed_bytes for cut in cuts if cut.batch.micro_batch == micro_batch) / 2**30
+    splits = forecast(**{**STEP, "memory_gib": 1000.0, **flags}).splits
+    return next(split.needed_bytes for split in splits if split.batch.micro_batch == micro_batch) / 2**30
 
 
 def test_time_energy_and_cost_by_hand():
-    planned = forecast({**STEP, "mfu": "0.5", "watts": "285", "price_per_hour": "0.25", "max_tokens": "10e9"})
+    planned = forecast(**{**STEP, "mfu": 0.5, "watts": 285, "price_per_hour": 0.25, "max_tokens": "10e9"})
     seconds = 524_288 * GPT2_FLOPS / (0.5 * 80.2e12)  # 11.18
     hours = 19_073 * seconds / 3600  # 59.2
     assert planned.steps == 19_073  # 10e9 / 524,288 and no part of one
-    figures = planned.figures()
-    assert figures["seconds_per_step"] == pytest.approx(seconds) == pytest.approx(11.181, abs=1e-3)
-    assert figures["hours"] == pytest.approx(hours) == pytest.approx(59.24, abs=0.01)
-    assert figures["kwh"] == pytest.approx(16.88, abs=0.01)
-    assert figures["cost"] == pytest.approx(14.81, abs=0.01)
+    costs = planned.costs()
+    assert costs["seconds_per_step"] == pytest.approx(seconds) == pytest.approx(11.181, abs=1e-3)
+    assert costs["hours"] == pytest.approx(hours) == pytest.approx(59.24, abs=0.01)
+    assert costs["kwh"] == pytest.approx(16.88, abs=0.01)
+    assert costs["cost"] == pytest.approx(14.81, abs=0.01)
     assert planned.tokens_per_second == pytest.approx(524_288 / seconds)
 
 
 def test_the_reference_run_takes_the_time_it_took():
-    planned = forecast({**STEP, "vocab_size": "50304", "mfu": "0.598"})
-    assert planned.figures()["seconds_per_step"] == pytest.approx(9.34, abs=0.02)
+    planned = forecast(**{**STEP, "vocab_size": 50304, "mfu": 0.598})
+    assert planned.costs()["seconds_per_step"] == pytest.approx(9.34, abs=0.02)
 
 
 def test_several_processes_take_less_time_and_the_same_energy():
-    power = {"watts": "285", "price_per_hour": "0.25"}
-    one, four = (forecast({**STEP, **power, "processes": str(count)}) for count in (1, 4))
-    assert four.figures()["hours"] == pytest.approx(one.figures()["hours"] / 4)
+    power = {"watts": 285, "price_per_hour": 0.25}
+    one, four = (forecast(**{**STEP, **power, "processes": count}) for count in (1, 4))
+    assert four.costs()["hours"] == pytest.approx(one.costs()["hours"] / 4)
     for key in ("kwh", "cost"):
-        assert four.figures()[key] == pytest.approx(one.figures()[key])
-    for cut in four.cuts:
-        assert cut.batch.tokens_per_step == 524_288 and cut.batch.processes == 4
+        assert four.costs()[key] == pytest.approx(one.costs()[key])
+    for split in four.splits:
+        assert split.batch.tokens_per_step == 524_288 and split.batch.processes == 4
 
 
 def test_the_largest_micro_batch_that_fits_is_chosen():
     eight, sixteen = needed_gib(8), needed_gib(16)
     for memory, chosen in ((eight - 0.001, 4), (eight, 8), (sixteen - 0.001, 8), (sixteen, 16)):
-        batch = forecast({**STEP, "memory_gib": str(memory)}).chosen.batch
+        batch = forecast(**{**STEP, "memory_gib": memory}).chosen.batch
         assert (batch.micro_batch, batch.accumulation) == (chosen, 512 // chosen)
 
 
 def test_only_micro_batches_that_divide_the_step_are_offered():
-    cuts = forecast({**STEP, "tokens_per_step": str(26 * 1024), "processes": "2"}).cuts
-    assert [(cut.batch.micro_batch, cut.batch.accumulation) for cut in cuts] == [(1, 13), (13, 1)]
-    huge = forecast({**STEP, "tokens_per_step": "1024e12"})  # looked at no longer than until three are too large
-    assert [cut.fits for cut in huge.cuts[-3:]] == [False] * 3 and len(huge.cuts) < 40
+    splits = forecast(**{**STEP, "tokens_per_step": str(26 * 1024), "processes": 2}).splits
+    assert [(split.batch.micro_batch, split.batch.accumulation) for split in splits] == [(1, 13), (13, 1)]
+    huge = forecast(**{**STEP, "tokens_per_step": "1024e12"})  # looked at no longer than until three are too large
+    assert [split.fits for split in huge.splits[-3:]] == [False] * 3 and len(huge.splits) < 40
 
 
 def test_settings_that_take_less_let_more_fit():
-    alone = forecast(STEP).chosen.batch.micro_batch
-    assert forecast({**STEP, "gradient_checkpointing": "true"}).chosen.batch.micro_batch > alone
-    large = {**STEP, "model": "gpt2-1.5b", "memory_gib": "24", "tokens_per_step": "8192"}
-    assert forecast(large).chosen is None
-    assert forecast({**large, "processes": "8", "fsdp": True}).chosen is not None
+    alone = forecast(**STEP).chosen.batch.micro_batch
+    assert forecast(**{**STEP, "gradient_checkpointing": "true"}).chosen.batch.micro_batch > alone
+    large = {**STEP, "model": "gpt2-1.5b", "memory_gib": 24, "tokens_per_step": "8192"}
+    assert forecast(**large).chosen is None
+    assert forecast(**{**large, "processes": 8, "fsdp": True}).chosen is not None
 
 
 def test_nothing_fits():
-    planned = forecast({**STEP, "memory_gib": "2"})
+    planned = forecast(**{**STEP, "memory_gib": 2})
     assert planned.chosen is None and planned.to_dict()["micro_batch"] is None
     assert "no micro-batch fits; smallest: 524,288 tokens = micro-batch 1 x" in "\n".join(planned.lines())
 
 
-def test_all_problems_are_told_in_one_line(monkeypatch, capsys):
-    wrong = {"--model": "gpt2-125", "--tokens_per_step": "many", "--mfu": "1.5", "--watts": "-3", "--optim": "sgd"}
-    wrong |= {"--device": "RTX 4070 ti", "--processes": "1.5", "--memory_gib": "inf"}
-    monkeypatch.setattr(sys, "argv", ["hfgpt", "plan", *(part for pair in wrong.items() for part in pair), "--fsdp"])
+def wrong_use(monkeypatch, capsys, *flags: str) -> str:
+    """The one line on stderr of `hfgpt plan` with wrong flags."""
+    monkeypatch.setattr(sys, "argv", ["hfgpt", "plan", *flags])
     with pytest.raises(SystemExit) as end:
         cli.main()
-    assert end.value.code == 2
     out, err = capsys.readouterr()
-    assert not out and len(err.splitlines()) == 1
+    assert end.value.code == 2 and not out and len(err.splitlines()) == 1
+    return err
+
+
+def test_all_problems_are_in_one_line(monkeypatch, capsys):
+    wrong = {"--model": "gpt2-125", "--tokens_per_step": "-5", "--device": "RTX 4070 ti", "--mfu_peak_tflops": "nan"}
+    err = wrong_use(monkeypatch, capsys, *(part for pair in wrong.items() for part in pair), "--fsdp")
     for key, value in wrong.items():
         assert f"{key[2:]}={value}: " in err
-    assert "did you mean gpt2-125m?" in err and "near are NVIDIA GeForce RTX 4070 Ti, " in err
-    assert "fsdp: one process" in err
+    assert "did you mean gpt2-125m?" in err and "did you mean NVIDIA GeForce RTX 4070 Ti " in err
+    assert "fsdp: needs several processes" in err
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    "flag",
+    [
+        "--tokens_per_step=many", "--mfu=1.5", "--watts=-3", "--optim=sgd", "--processes=1.5", "--memory_gib=inf",
+        "--price_per_hour=x", "--vocab_size=0", "--torch_compile=maybe",
+    ],
+)  # fmt: skip
+def test_a_flag_of_the_wrong_type_is_named(monkeypatch, capsys, flag):
+    name, value = flag.split("=")
+    err = wrong_use(monkeypatch, capsys, "--tokens_per_step", "1024", flag)
+    assert f"'{name}'" in err and value in err
+
+
+def test_a_step_must_be_stated(monkeypatch, capsys):
+    assert "--tokens_per_step" in wrong_use(monkeypatch, capsys, "--device", CARD)
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
     [
         ({"tokens_per_step": "1000"}, "tokens_per_step=1000 is not a multiple"),
-        ({"tokens_per_step": "1024", "processes": "2"}, "2 processes = 2048"),
+        ({"tokens_per_step": "1024", "processes": 2}, "2 processes = 2048"),
         ({"sequence_length": "2048"}, "sequence_length=2048 is above the model's n_positions=1024"),
         ({"device": "Tesla T4", "mixed_precision": "bf16"}, "Tesla T4 has no bf16; use fp16"),
         ({"device": "NVIDIA GeForce RTX 3080"}, "memory_gib: not given, and the memory of NVIDIA GeForce RTX 3080"),
-        ({"device": "Tesla T4", "processes": "2", "fsdp": True}, "fp16 does not serve FSDP2"),
-        ({"model": '{"size": "gpt2-40m", "vocab_size": 300}', "vocab_size": "200"}, "model.vocab_size=300"),
+        ({"device": "Tesla T4", "processes": 2, "fsdp": True}, "does not go with the loss scaling of fp16"),
+        ({"model": '{"size": "gpt2-40m", "vocab_size": 300}', "vocab_size": 200}, "model.vocab_size=300"),
         ({"model": "{oops"}, "model={oops"),
     ],
 )
-def test_a_wrong_flag_is_named(flags, said):
+def test_settings_that_do_not_fit_are_named(flags, problem):
     with pytest.raises(UserError) as error:
-        forecast({**STEP, **flags})
-    assert len(error.value.problems) == 1 and said in error.value.problems[0]
-
-
-def test_a_step_must_be_stated():
-    with pytest.raises(UserError, match=r"tokens_per_step: not given"):
-        forecast({"device": CARD})
+        forecast(**{**STEP, **flags})
+    assert len(error.value.problems) == 1 and problem in error.value.problems[0]
 
 
 def test_the_command_prints_one_object(monkeypatch, capsys):
     flags = ["--model", "gpt2-125m", "--device", CARD, "--tokens_per_step", "524288"]
     monkeypatch.setattr(sys, "argv", ["hfgpt", "plan", *flags, "--json"])
     cli.main()
-    told = json.loads(capsys.readouterr().out)
-    parts = told["memory_bytes"]
+    printed = json.loads(capsys.readouterr().out)
+    parts = printed["memory_bytes"]
     assert parts.pop("peak") == sum(parts.values())
     assert set(parts) == {"weights", "gradients", "optimizer", "activations", "logits", "workspace"}
-    assert told["micro_batch"] * told["accumulation"] * 1024 == told["tokens_per_step"] == 524_288
-    assert told["peak_source"].startswith(f"rated: {CARD}") and told["peak_tflops"] == 80.2
-    assert told["max_tokens"] == 10_000_000_000 and told["kwh"] is None
+    assert printed["micro_batch"] * printed["accumulation"] * 1024 == printed["tokens_per_step"] == 524_288
+    assert printed["peak_source"].startswith(f"rated: {CARD}") and printed["peak_tflops"] == 80.2
+    assert printed["max_tokens"] == 10_000_000_000 and printed["kwh"] is None
     monkeypatch.setattr(sys, "argv", ["hfgpt", "plan", *flags])
     cli.main()
     out = capsys.readouterr().out
@@ -137,16 +153,16 @@ def test_the_command_prints_one_object(monkeypatch, capsys):
 
 
 def test_precision_and_peak_follow_the_device():
-    planned = forecast({**STEP, "device": "Tesla T4"})
+    planned = forecast(**{**STEP, "device": "Tesla T4"})
     assert planned.device.precision.name == "fp16" and planned.device.peak.tflops == 65.0
-    unrated = forecast({**STEP, "mixed_precision": "no"})  # by the TF32 setting, so not in the table
-    assert unrated.figures()["hours"] is None and "--mfu_peak_tflops" in "\n".join(unrated.lines())
-    stated = forecast({**STEP, "mixed_precision": "no", "mfu_peak_tflops": "40"})
-    assert stated.figures()["seconds_per_step"] == pytest.approx(524_288 * GPT2_FLOPS / (0.4 * 40e12))
+    unrated = forecast(**{**STEP, "mixed_precision": "no"})  # by the TF32 setting, so not in the table
+    assert unrated.costs()["hours"] is None and "--mfu_peak_tflops" in "\n".join(unrated.lines())
+    stated = forecast(**{**STEP, "mixed_precision": "no", "mfu_peak_tflops": "40"})
+    assert stated.costs()["seconds_per_step"] == pytest.approx(524_288 * GPT2_FLOPS / (0.4 * 40e12))
 
 
 def test_this_machine_is_planned_for_where_no_device_is_named():
-    planned = forecast({"model": "char-cpu", "vocab_size": "65", "tokens_per_step": "768", "torch_compile": "false"})
+    planned = forecast(model="char-cpu", vocab_size=65, tokens_per_step=768, torch_compile=False)
     assert planned.config.sequence_length == 64
     assert planned.chosen.batch.micro_batch == 12
     assert planned.device.peak.source.startswith("measured: ")

@@ -1,10 +1,11 @@
-"""The micro-batch that fits: what memory running out changes in a run (nothing), and what is found by measurement."""
+"""The micro-batch that fits: running out of memory changes no result, and the fastest one is measured."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +16,8 @@ from transformers import TrainerCallback
 
 from hfgpt.config import Batch
 from hfgpt.errors import RunError, UserError
-from hfgpt.training.batch_size import candidates, fastest
+from hfgpt.training import batch_size
+from hfgpt.training.batch_size import choose_candidates, find_fastest_split, time_splits
 
 
 class Small(TrainerCallback):
@@ -41,7 +43,7 @@ def run(config, *callbacks, name="run", **settings):
 
 
 def test_running_out_of_memory_gives_the_run_of_the_smaller_micro_batch_bit_for_bit(config):
-    """With dropout too: the step begins anew, with its random numbers."""
+    """With dropout too: the step starts again, with the same random numbers."""
     dropout = {"n_layer": 1, "n_head": 1, "n_embd": 16, "n_positions": 16, "resid_pdrop": 0.1, "embd_pdrop": 0.1}
     settings = {"model": dropout}
     small = run(config, name="small", per_device_train_batch_size=4, **settings)
@@ -58,7 +60,7 @@ def test_running_out_of_memory_gives_the_run_of_the_smaller_micro_batch_bit_for_
     assert large.step.batch == Batch(4, 16, 4, 1)
 
 
-def test_one_sequence_that_does_not_fit_ends_the_run_with_a_way_out(config):
+def test_one_sequence_that_does_not_fit_ends_the_run_and_names_the_fix(config):
     with pytest.raises(RunError, match="out of memory in step 1 with micro-batches of one sequence; use a smaller"):
         run(config, Small(rows=0), per_device_train_batch_size=2)
 
@@ -80,14 +82,14 @@ class Finds:
 
     def __call__(self, step, *_):
         size = self.sizes.pop(0)
-        return next(cut for cut in step.batch.cuts() if cut.micro_batch == size), f"micro-batch: {size}"
+        return next(cut for cut in step.batch.splits() if cut.micro_batch == size), f"micro-batch: {size}"
 
 
 @pytest.mark.parametrize("callbacks", [[], [Small()]])
 def test_a_micro_batch_found_by_measurement_is_kept_over_a_resume(config, monkeypatch, callbacks):
     """Also the smaller one that was left after memory ran out."""
     auto = {"per_device_train_batch_size": "auto"}
-    monkeypatch.setattr("hfgpt.training.setup.fastest_that_fits", Finds(8, 8, 16))
+    monkeypatch.setattr("hfgpt.training.setup.find_fastest_split", Finds(8, 8, 16))
     whole = run(config, *callbacks, name="whole", **auto)
     cut = {"tokens_per_step": 256, "gradient_accumulation_steps": None, "max_steps": 4, "eval_steps": 2, **auto}
     with pytest.raises(KeyboardInterrupt):
@@ -104,7 +106,7 @@ def test_a_micro_batch_found_by_measurement_is_kept_over_a_resume(config, monkey
 
 
 def test_a_micro_batch_found_for_other_processes_is_measured_again(config, monkeypatch):
-    monkeypatch.setattr("hfgpt.training.setup.fastest_that_fits", Finds(8, 4))
+    monkeypatch.setattr("hfgpt.training.setup.find_fastest_split", Finds(8, 4))
     first = run(config, per_device_train_batch_size="auto")
     state = first.folder.checkpoint(4) / "training_state" / "trainer_state.json"
     trainer = json.loads(state.read_text())
@@ -117,7 +119,7 @@ def test_a_micro_batch_found_for_other_processes_is_measured_again(config, monke
     assert event["changed_settings"]["processes"] == {"from": 2, "to": 1}
 
 
-def test_memory_that_runs_out_elsewhere_is_told_with_the_way_out(config, monkeypatch):
+def test_memory_that_runs_out_elsewhere_names_the_fix(config, monkeypatch):
     def step(*args, **options):
         raise torch.OutOfMemoryError("no room for the moments")
 
@@ -144,7 +146,7 @@ run_recipe(lambda: Pretrainer(PretrainConfig.from_cli(), [small]).train())
 
 
 @pytest.mark.slow
-def test_memory_that_runs_out_on_one_process_is_met_by_all(tmp_path, document_folder):
+def test_memory_that_runs_out_on_one_process_is_handled_by_all(tmp_path, document_folder):
     (tmp_path / "recipe.py").write_text(ON_ONE)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
     for name, size in (("two", "2"), ("eight", "8")):  # the larger one without accumulation
@@ -160,40 +162,52 @@ def test_memory_that_runs_out_on_one_process_is_met_by_all(tmp_path, document_fo
     assert [(retry["micro_batch"], retry["accumulation"]) for retry in retries] == [(4, 2), (2, 4)]
 
 
-class Alone:
-    world = 1
+def a_step(batch: Batch) -> SimpleNamespace:
+    """As much of a TrainStep as the search needs."""
+    return SimpleNamespace(
+        batch=batch,
+        accelerator=SimpleNamespace(device=torch.device("cpu")),
+        ranks=SimpleNamespace(gather=lambda value: [value]),
+        optimizer=SimpleNamespace(zero_grad=lambda: None, state={}),
+        parameters=[],
+    )
 
-    def gather(self, value):
-        return [value]
 
-
-def test_the_fastest_cut_is_found_by_measurement_not_by_size(monkeypatch):
+def test_the_fastest_split_is_found_by_measurement_not_by_size(monkeypatch):
     """A device on which 4 rows take hardly more than 1, 8 take long, and 16 do not fit."""
-    now = 0.0
+    now, limit = 0.0, 16
 
-    def trial(cut):
+    def try_micro_batch(step, split):
         nonlocal now
-        if cut.micro_batch == 16:
+        if split.micro_batch >= limit:
             raise torch.OutOfMemoryError
-        now += {1: 1.0, 2: 1.1, 4: 1.2, 8: 4.0}[cut.micro_batch]
+        now += {1: 1.0, 2: 1.1, 4: 1.2, 8: 4.0}[split.micro_batch]
 
-    monkeypatch.setattr("hfgpt.training.batch_size.time.perf_counter", lambda: now)
-    cuts = Batch(1, 10, 16, 1).cuts()
-    best, rates = fastest(cuts, trial, Alone(), torch.device("cpu"))
+    monkeypatch.setattr(batch_size.time, "perf_counter", lambda: now)
+    monkeypatch.setattr(batch_size, "try_micro_batch", try_micro_batch)
+    step = a_step(Batch(1, 10, 16, 1))
+    timings = time_splits(step, step.batch.splits(), lambda split: try_micro_batch(step, split))
+    assert {split.micro_batch: timing.seconds for split, timing in timings.items()} == {
+        size: pytest.approx(seconds) for size, seconds in ((1, 1.0), (2, 1.1), (4, 1.2), (8, 4.0))
+    }
+    monkeypatch.setattr(batch_size, "CANDIDATES", 5)
+    best, line = find_fastest_split(step, lambda split: 0)
     assert best == Batch(4, 10, 4, 1)
-    assert rates == {1: 10.0, 2: pytest.approx(20 / 1.1), 4: pytest.approx(40 / 1.2), 8: 20.0, 16: None}
-    with pytest.raises(UserError, match="none of 16 fits"):
-        fastest(cuts[-1:], trial, Alone(), torch.device("cpu"))
+    assert line == "micro-batch: tokens/s by size, measured: 1: 10, 2: 18, 4: 33, 8: 20, 16: does not fit"
+    limit = 1
+    with pytest.raises(UserError, match="none of 1, 2, 4, 8, 16 fits"):
+        find_fastest_split(step, lambda split: 0)
 
 
 def test_candidates_are_the_largest_that_fit_and_halves_of_them():
-    cuts = Batch(1, 10, 48, 1)
+    batch = Batch(1, 10, 48, 1)
 
     def sizes(available, beyond=False):
-        return [cut.micro_batch for cut in candidates(cuts, lambda cut: cut.micro_batch, available, beyond)]
+        found = choose_candidates(batch, lambda split: split.micro_batch, available, beyond)
+        return [split.micro_batch for split in found]
 
-    assert sizes(13) == [12, 6, 3, 1] and sizes(1000) == [48, 24, 12, 6] and sizes(1) == [1]
-    assert sizes(13, beyond=True) == [16, 8, 4, 2] and sizes(48, beyond=True) == [48, 24, 12, 6]
+    assert sizes(13) == [1, 3, 6, 12] and sizes(1000) == [6, 12, 24, 48] and sizes(1) == [1]
+    assert sizes(13, beyond=True) == [2, 4, 8, 16] and sizes(48, beyond=True) == [6, 12, 24, 48]
     with pytest.raises(UserError, match="one sequence of 10 tokens needs"):
         sizes(0)
 
@@ -203,7 +217,7 @@ def test_auto_trains_the_stated_step(config):
     """Whatever is found: the text and, but for rounding, the losses are those of any other cut."""
     found = run(config, name="found", per_device_train_batch_size="auto")
     stated = run(config, name="stated", per_device_train_batch_size=2)
-    assert found.step.batch.tokens_per_step == 256 and found.step.batch in stated.step.batch.cuts()
+    assert found.step.batch.tokens_per_step == 256 and found.step.batch in stated.step.batch.splits()
     assert hashes(found) == hashes(stated)
     losses = [[line["loss"] for line in records(one)] for one in (found, stated)]
     assert losses[0] == pytest.approx(losses[1], abs=1e-5)
@@ -218,6 +232,8 @@ def test_auto_needs_the_step_stated(config):
 
 
 def test_the_plan_is_that_of_what_was_found(config, monkeypatch):
-    monkeypatch.setattr("hfgpt.training.setup.fastest_that_fits", lambda *_: (Batch(4, 16, 4, 1), "micro-batch: found"))
+    monkeypatch.setattr(
+        "hfgpt.training.setup.find_fastest_split", lambda *_: (Batch(4, 16, 4, 1), "micro-batch: found")
+    )
     found = run(config, per_device_train_batch_size="auto")
     assert found.plan.setting.micro_batch == 4 and found.plan.batch == found.step.batch == Batch(4, 16, 4, 1)

@@ -24,8 +24,8 @@ from hfgpt import safe_output as output
 from hfgpt.checkpointing.checkpoint import fault
 from hfgpt.checkpointing.run_folder import RunFolder
 from hfgpt.distributed import launcher as launched
-from hfgpt.distributed.launcher import is_launcher, ranks
-from hfgpt.distributed.stop_signals import Interrupted, StopSignals, ending_at_once
+from hfgpt.distributed.launcher import is_launcher, rank_and_world_size
+from hfgpt.distributed.stop_signals import Interrupted, StopSignals, exit_on_signal
 from hfgpt.errors import RunError, UserError
 from hfgpt.training.callbacks import log_line
 from hfgpt.training.setup import TrainingRun
@@ -334,13 +334,13 @@ def test_an_estimate_beyond_all_clocks_ends_nothing(seconds):
 
 
 def test_a_signal_passes_what_catches_exceptions():
-    with pytest.raises(Interrupted), StopSignals() as signals, signals.waiting():
+    with pytest.raises(Interrupted), StopSignals() as signals, signals.interruptible():
         try:
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(5)
         except Exception:
             pass
-    with pytest.raises(Interrupted), StopSignals() as signals, signals.waiting():
+    with pytest.raises(Interrupted), StopSignals() as signals, signals.interruptible():
         try:
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(5)
@@ -370,7 +370,7 @@ def test_a_signal_ends_a_recipe_outside_of_training_and_its_imports(capsys, name
         time.sleep(20)
 
     assert ending(capsys, main) == (128 + number, [f"error: {name}"])
-    with pytest.raises(SystemExit) as end, ending_at_once():
+    with pytest.raises(SystemExit) as end, exit_on_signal():
         main()
     assert end.value.code == 128 + number and signal.getsignal(number) == signal.SIG_DFL
 
@@ -437,7 +437,7 @@ def test_only_launchers_are_followed(command, right):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux alone tells of a parent's end")
 def test_a_parent_with_an_odd_command_line_is_no_fault(tmp_path):
-    script = "import hfgpt.distributed.launcher as l; l.follow_launcher(); print(l.PARENT_IS_LAUNCHER)"
+    script = "import hfgpt.distributed.launcher as l; l.stop_with_launcher(); print(l.PARENT_IS_LAUNCHER)"
     code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {script!r}], check=True)"
     command = [sys.executable, "-c", code, b"\xff\xfe torch"]
     env = {**os.environ, "ACCELERATE_MIXED_PRECISION": "no"}
@@ -448,7 +448,7 @@ def test_a_parent_with_an_odd_command_line_is_no_fault(tmp_path):
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux alone tells of a parent's end")
 def test_a_first_process_that_is_no_launcher_ends_nothing():
     """As in a container: process 1 is a shell, the environment looks like accelerate's."""
-    script = "from hfgpt.distributed import launcher; launcher.follow_launcher(); print('runs')"
+    script = "from hfgpt.distributed import launcher; launcher.stop_with_launcher(); print('runs')"
     inside = f'{sys.executable} -c "{script}"; echo $?'
     env = {**os.environ, "ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION": "False"}
     command = ["unshare", "--pid", "--fork", "--mount-proc", "bash", "-c", inside]
@@ -461,7 +461,7 @@ def test_a_first_process_that_is_no_launcher_ends_nothing():
 def test_a_launcher_that_has_died_meanwhile_ends_the_process(monkeypatch):
     sent = []
     monkeypatch.setattr(launched.os, "kill", lambda pid, number: sent.append((pid, number)))
-    monkeypatch.setattr(launched, "at_parents_end", lambda number: sent.append(number))
+    monkeypatch.setattr(launched, "signal_at_parent_exit", lambda number: sent.append(number))
     for parent, is_one, right in [
         (os.getppid(), False, []),
         (os.getppid(), True, [signal.SIGTERM]),
@@ -470,7 +470,7 @@ def test_a_launcher_that_has_died_meanwhile_ends_the_process(monkeypatch):
     ]:
         monkeypatch.setattr(launched, "PARENT", parent)
         monkeypatch.setattr(launched, "PARENT_IS_LAUNCHER", is_one)
-        launched.follow_launcher()
+        launched.stop_with_launcher()
         assert sent == right
         sent.clear()
 
@@ -502,7 +502,7 @@ def test_an_environment_that_does_not_fit_is_one_line(config, monkeypatch, capsy
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.setenv("LOCAL_RANK", "0")
-    assert ranks() == (0, 1)
+    assert rank_and_world_size() == (0, 1)
 
 
 # Run folders

@@ -1,0 +1,23 @@
+"""`hfgpt audit`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from typer import Argument
+
+from hfgpt.cli.options import AsJson, path
+from hfgpt.cli.output import print_check
+
+
+def audit(run: Annotated[Path, Argument(help="Run folder.", parser=path)], is_json: AsJson = False) -> None:
+    """Prove from its ledger what a run was trained on: nothing repeated, skipped, or leaked into validation.
+
+    The text is read again, without training, and compared step by step.
+
+    Example: hfgpt audit out/run
+    """
+    from hfgpt.data.audit import audit as audit_run
+
+    print_check(audit_run(run), f"run {run}", is_json)

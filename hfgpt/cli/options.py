@@ -1,0 +1,61 @@
+"""Option types that several commands share, and parsers that say what is wrong with a value."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Literal
+
+from typer import Argument, BadParameter, Option
+
+from hfgpt.field_types import NOT_CONVERTIBLE, WHOLE_BELOW, convert, describe, shown
+from hfgpt.files import local_path
+
+
+def path(text: str) -> Path:
+    """A path, with `~` and `$NAME` expanded."""
+    return Path(path_or_id(text))
+
+
+def path_or_id(text: str) -> str:
+    """A path, with `~` and `$NAME` expanded, or the name of a Hub repository."""
+    try:
+        return local_path(text)
+    except ValueError as error:
+        raise BadParameter(str(error)) from None
+
+
+def whole(least: int | None = None, most: int = WHOLE_BELOW - 1) -> Callable[[str], int]:
+    """A parser of whole numbers, also in the form 1e6, from `least` to `most`. Without `least`, the callee checks."""
+
+    def integer(text: str) -> int:
+        try:
+            value = convert(text, int)
+        except NOT_CONVERTIBLE:
+            raise BadParameter(f"{shown(text)} is not {describe(int)}") from None
+        if least is not None and not least <= value <= most:
+            raise BadParameter(f"{shown(value)} is not from {least} to {most}")
+        return value
+
+    return integer
+
+
+def number(most: float = 1e15) -> Callable[[str], float]:
+    """A parser of numbers from 1e-30 to `most`: products and ratios of two of them are finite."""
+
+    def real(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            raise BadParameter(f"{shown(text)} is not {describe(float)}") from None
+        if not 1e-30 <= value <= most:
+            raise BadParameter(f"{shown(text)} is not from 1e-30 to {most:g}")
+        return value
+
+    return real
+
+
+AsJson = Annotated[bool, Option("--json", help="Print one JSON object.")]
+Checkpoint = Annotated[Path, Argument(help="Checkpoint folder: ours, or any GPT-2 model's.", parser=path)]
+NewFolder = Annotated[Path, Argument(help="New folder for the GPT-2 model.", parser=path)]
+Precision = Literal["auto", "bf16", "fp16", "no"]

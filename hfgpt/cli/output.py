@@ -1,0 +1,34 @@
+"""What commands print: a JSON object, or one fact per line."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from hfgpt.errors import RunError
+
+
+def as_json(facts: dict[str, Any]) -> str:
+    """Indented JSON, with null for infinity and NaN, which JSON does not have."""
+    return json.dumps(json.loads(json.dumps(facts), parse_constant=lambda _: None), indent=2)
+
+
+def as_lines(facts: dict[str, Any], unknown: str = "unknown") -> str:
+    """One line per fact; `unknown` stands for None."""
+    shown = {key: unknown if value is None else "none" if value in ([], {}) else value for key, value in facts.items()}
+    return "\n".join(f"{key.replace('_', ' '):22} {value}" for key, value in shown.items())
+
+
+def print_check(facts: dict[str, Any], subject: str, is_json: bool) -> None:
+    """Print the facts of a check. Raises RunError with its problems, if it found any."""
+    print(as_json(facts) if is_json else as_lines(facts, "not checked"))
+    if facts["problems"]:
+        raise RunError(f"{subject}: {'; '.join(facts['problems'])}")
+
+
+def silence_transformers() -> None:
+    """Turn off progress bars and warnings of transformers."""
+    from transformers.utils import logging  # takes a second
+
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()

@@ -1,0 +1,72 @@
+"""`hfgpt plan`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+from typer import Option
+
+from hfgpt.cli.options import AsJson, Precision, number, path, whole
+from hfgpt.cli.output import as_json
+from hfgpt.errors import UserError
+
+NOT_MEASURED = {"device", "processes", "fsdp", "memory_gib", "mfu", "max_tokens", "price_per_hour", "watts"}
+
+
+def plan(
+    context: typer.Context,
+    tokens_per_step: Annotated[int, Option("--tokens_per_step", parser=whole(), help="Target tokens of a step.")],
+    model: Annotated[str | None, Option("--model", help="Size, or GPT2Config fields as {..}.")] = None,
+    device: Annotated[str | None, Option("--device", help="Exact name; default: this machine's.")] = None,
+    sequence_length: Annotated[
+        int | None, Option("--sequence_length", parser=whole(), help="Default: the model's.")
+    ] = None,
+    vocab_size: Annotated[
+        int | None, Option("--vocab_size", parser=whole(1), help="Of the tokenizer; default: 50257.")
+    ] = None,
+    mixed_precision: Annotated[Precision | None, Option("--mixed_precision", help="Default: auto.")] = None,
+    torch_compile: Annotated[
+        Literal["auto", "true", "false"] | None, Option("--torch_compile", help="Default: auto.")
+    ] = None,
+    gradient_checkpointing: Annotated[
+        Literal["true", "false"] | None, Option("--gradient_checkpointing", help="true: recompute the blocks.")
+    ] = None,
+    optim: Annotated[Literal["adamw", "muon"] | None, Option("--optim", help="Default: adamw.")] = None,
+    processes: Annotated[int | None, Option("--processes", parser=whole(1), help="One on each device.")] = None,
+    fsdp: Annotated[bool, Option("--fsdp", help="Shard parameters and optimizer (FSDP2).")] = False,
+    memory_gib: Annotated[float | None, Option("--memory_gib", parser=number(), help="Of one device.")] = None,
+    mfu: Annotated[float | None, Option("--mfu", parser=number(1), help="Fraction of the peak; default: 0.4.")] = None,
+    mfu_peak_tflops: Annotated[float | None, Option("--mfu_peak_tflops", help="Peak of one device.")] = None,
+    max_tokens: Annotated[
+        int | None, Option("--max_tokens", parser=whole(), help="Token budget; default: 10e9.")
+    ] = None,
+    price_per_hour: Annotated[float | None, Option("--price_per_hour", parser=number(), help="Of one device.")] = None,
+    watts: Annotated[float | None, Option("--watts", parser=number(), help="That one device draws.")] = None,
+    measure: Annotated[bool, Option("--measure", help="Take real steps here, with each micro-batch.")] = False,
+    output: Annotated[Path | None, Option("--output", parser=path, help="With --measure: a plot, as PNG.")] = None,
+    is_json: AsJson = False,
+) -> None:
+    """Plan a run for a device that may be elsewhere: memory by part, the micro-batch that fits, time, energy and cost.
+
+    Example: hfgpt plan --model gpt2-125m --device "NVIDIA GeForce RTX 4070 Ti" --tokens_per_step 524288
+    """
+    given = {key: value for key, value in context.params.items() if value is not None and value is not False}
+    settings = {key: value for key, value in given.items() if key not in ("measure", "output", "is_json")}
+    planned: Any
+    if measure:
+        from hfgpt.planning.benchmark import measure_splits
+
+        if wrong := [key for key in settings if key in NOT_MEASURED]:
+            raise UserError(f"{', '.join(wrong)}: no meaning with --measure, which runs on this machine; leave it out")
+        planned = measure_splits(**settings)
+        if output:
+            planned.plot(output)
+    elif output:
+        raise UserError(f"output={output}: is the plot of --measure; add that, or leave it out")
+    else:
+        from hfgpt.planning.estimate import forecast
+
+        planned = forecast(**settings)
+    print(as_json(planned.to_dict()) if is_json else "\n".join(planned.lines()))
