@@ -42,6 +42,11 @@ def message(error: BaseException) -> str:
     return (str(error).strip() or "no message").splitlines()[0]
 
 
+def one_line(error: BaseException) -> str:
+    """An exception's message, with spaces for line ends."""
+    return " ".join(str(error).split())
+
+
 def told_by(fault: UserError | RunError, who: str) -> UserError | RunError:
     """The same fault, with the name of the process that met it."""
     if isinstance(fault, UserError):
