@@ -131,6 +131,7 @@ def generate(
     Example: hfgpt generate out/run/checkpoint-latest --prompt "To be"
     """
     from hfgpt.evaluation import generate as generation
+    from hfgpt.evaluation.loading import load_checkpoint
     from hfgpt.training.out_of_memory import out_of_memory_named
 
     _quiet_transformers()
@@ -143,7 +144,7 @@ def generate(
     if prompt_file:
         prompts += generation.read_prompts(prompt_file)
     prompts = prompts or [""]
-    model, tokenizer = generation.load_checkpoint(checkpoint)
+    model, tokenizer = load_checkpoint(checkpoint)
     options: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
     options |= {"max_new_tokens": max_new_tokens, "num_samples": num_samples, "batch_size": batch_size}
     is_streamed = len(prompts) * num_samples == 1 and not as_json
@@ -240,7 +241,7 @@ def evaluate(
         measure = partial(scoring.score_text, source=source, batch_size=per_device_eval_batch_size, **options)
     else:
         options = {"source": dataset, "limit": limit, "batch_size": per_device_eval_batch_size}
-        measure = partial(scoring.score_task, task=task, **options)
+        measure = partial(scoring.score_hellaswag, **options)
     where, fix = f"in evaluation with batches of {per_device_eval_batch_size}", "state a smaller "
     with out_of_memory_named(where, fix + "--per_device_eval_batch_size"):
         facts = scoring.evaluate_checkpoint(checkpoint, measure, mixed_precision)
