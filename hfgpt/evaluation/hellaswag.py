@@ -11,7 +11,7 @@ import itertools
 import math
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.utils import gather_object
+from torch.nn.utils.rnn import pad_sequence
 
 from hfgpt.data.encoding import Encoder
 from hfgpt.data.remote import hub_files
@@ -52,16 +53,6 @@ class Text(NamedTuple):
     is_cropped: bool
 
 
-class Score(NamedTuple):
-    """Result of an example: whether the right ending has the lowest mean nll per token, and the lowest sum."""
-
-    by_mean: bool
-    by_sum: bool
-    cropped: int
-    is_finite: bool
-    where: str
-
-
 def hellaswag(
     model: Any,
     tokenizer: Any,
@@ -92,21 +83,19 @@ def hellaswag(
     plain_model = accelerator.unwrap_model(model)
     padded_rows = count_padded_rows(plain_model, tokenizer, "model")
     examples, facts = host.from_main(lambda: _read(source or HUB_DATASET, limit, tokenizer))  # one request to the Hub
-    own = examples[accelerator.process_index :: accelerator.num_processes]
     positions = getattr(plain_model.config, "max_position_embeddings", None)
-    texts = [_text(example.context, ending, positions) for example in own for ending in example.endings]
-    # Every process makes the same number of forward passes, as processes that share a model must.
-    most_texts = -(-len(examples) // accelerator.num_processes) * ENDINGS
-    nll = _score_texts(model, texts, batch_size, -(-most_texts // batch_size), accelerator)
-    scores: list[Score] = gather_object(list(_scores(own, texts, nll)))
-    if broken := [score.where for score in scores if not score.is_finite]:
+    texts = [_text(example.context, ending, positions) for example in examples for ending in example.endings]
+    nll_E4 = np.array(_score_texts(model, texts, batch_size, accelerator)).reshape(-1, ENDINGS)
+    if broken := [example.where for example, nll in zip(examples, nll_E4, strict=True) if not np.isfinite(nll).all()]:
         raise RunError(f"{broken[0]}: the loss is not finite; the model's weights or precision are at fault")
+    tokens_E4 = np.array([text.scored for text in texts]).reshape(-1, ENDINGS)
+    labels_E = np.array([example.label for example in examples])
     return {
         **facts,
-        "examples": len(scores),
-        **_accuracy("accuracy_norm", [score.by_mean for score in scores]),
-        **_accuracy("accuracy", [score.by_sum for score in scores]),
-        "cropped": sum(score.cropped for score in scores),
+        "examples": len(examples),
+        **_accuracy("accuracy_norm", (nll_E4 / tokens_E4).argmin(1) == labels_E),
+        **_accuracy("accuracy", nll_E4.argmin(1) == labels_E),
+        "cropped": sum(text.is_cropped for text in texts),
         "padded_rows": padded_rows,
         "seconds": time.perf_counter() - began,
     }
@@ -185,25 +174,26 @@ def _text(context: list[int], ending: list[int], positions: int | None) -> Text:
 
 
 @torch.no_grad()
-def _score_texts(
-    model: Any, texts: Sequence[Text], batch_size: int, passes: int, accelerator: Accelerator
-) -> list[float]:
-    """The nll in nats of each text's scored tokens, in `passes` forward passes, with a dummy where no text is left."""
+def _score_texts(model: Any, texts: Sequence[Text], batch_size: int, accelerator: Accelerator) -> list[float]:
+    """The nll in nats of each text's scored tokens. The processes share the work."""
+    world = accelerator.num_processes
     order = sorted(range(len(texts)), key=lambda number: len(texts[number].ids))  # little padding
-    nll = [math.nan] * len(texts)
+    order += [-1] * (-len(order) % world)  # dummies, so that every process makes the same number of forward passes
+    own = order[accelerator.process_index :: world]
+    batches = [own[start : start + batch_size] for start in range(0, len(own), batch_size)]
+    nll: list[tuple[int, float]] = []
     was_training = model.training
     model.eval()
     try:
         # Eager: a compiled model would be compiled again for each length.
         with torch.compiler.set_stance("force_eager"):
-            for start in show_progress(range(0, passes * batch_size, batch_size), accelerator.is_main_process):
-                numbers = order[start : start + batch_size]
-                batch = [texts[number] for number in numbers] or [Text([0, 0], 1, False)]
-                for number, value in zip(numbers, _batch_nll(model, batch, accelerator), strict=False):
-                    nll[number] = value
+            for numbers in show_progress(batches, accelerator.is_main_process):
+                batch = [texts[number] if number >= 0 else Text([0, 0], 1, False) for number in numbers]
+                nll += zip(numbers, _batch_nll(model, batch, accelerator), strict=True)
     finally:
         model.train(was_training)
-    return nll
+    by_number = dict(gather_object(nll))
+    return [by_number[number] for number in range(len(texts))]
 
 
 def _batch_nll(model: Any, batch: Sequence[Text], accelerator: Accelerator) -> list[float]:
@@ -211,10 +201,7 @@ def _batch_nll(model: Any, batch: Sequence[Text], accelerator: Accelerator) -> l
 
     The float32 copy of the logits (B, T, V) is made for one text's scored positions at a time.
     """
-    ids_BT = torch.zeros(len(batch), max(len(text.ids) for text in batch), dtype=torch.long)
-    for ids_T, text in zip(ids_BT, batch, strict=True):
-        ids_T[: len(text.ids)] = torch.tensor(text.ids)
-    ids_BT = ids_BT.to(accelerator.device)
+    ids_BT = pad_sequence([torch.tensor(text.ids) for text in batch], batch_first=True).to(accelerator.device)
     with accelerator.autocast():
         logits_BTV = model(input_ids=ids_BT, use_cache=False).logits
     sums = []
@@ -225,21 +212,7 @@ def _batch_nll(model: Any, batch: Sequence[Text], accelerator: Accelerator) -> l
     return torch.stack(sums).tolist()
 
 
-def _scores(examples: Sequence[Example], texts: Sequence[Text], nll: Sequence[float]) -> Iterator[Score]:
-    for number, example in enumerate(examples):
-        own = slice(number * ENDINGS, (number + 1) * ENDINGS)
-        sums = np.array(nll[own])
-        means = sums / [text.scored for text in texts[own]]
-        yield Score(
-            by_mean=int(means.argmin()) == example.label,
-            by_sum=int(sums.argmin()) == example.label,
-            cropped=sum(text.is_cropped for text in texts[own]),
-            is_finite=bool(np.isfinite(sums).all()),
-            where=example.where,
-        )
-
-
-def _accuracy(name: str, hits: Sequence[bool]) -> dict[str, float | None]:
+def _accuracy(name: str, hits: np.ndarray) -> dict[str, float | None]:
     """The share of hits, and its standard error from their sample variance, sqrt(p (1 - p) / (n - 1))."""
-    share, count = sum(hits) / len(hits), len(hits)
+    share, count = int(hits.sum()) / len(hits), len(hits)
     return {name: share, f"{name}_stderr": math.sqrt(share * (1 - share) / (count - 1)) if count > 1 else None}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import json
 from collections.abc import Iterable
 from typing import Any
 
@@ -124,20 +123,11 @@ def fields_of(config: GPT2Config) -> dict[str, Any]:
 
 
 def model_rows(tokenizer: Any) -> int:
-    """Returns the number of rows that a model needs for a tokenizer: the highest id it can produce, plus one.
+    """Returns the number of rows that a model needs for a tokenizer: its highest id, plus one.
 
-    `len(tokenizer)` is lower where ids are left out, and a post-processor may add ids that belong to no token.
+    `len(tokenizer)` is lower where ids are left out.
     """
-    highest = max(tokenizer.get_vocab().values(), default=0)
-    if processor := getattr(getattr(tokenizer, "backend_tokenizer", None), "post_processor", None):
-        processors = [json.loads(processor.__getstate__())]
-        for processor in processors:
-            processors += processor.get("processors", [])
-            templates = processor.get("special_tokens", {})
-            ids = [i for template in templates.values() for i in template["ids"]]
-            pairs = [processor[key] for key in ("sep", "cls") if key in processor]
-            highest = max([highest, *ids, *(i for _, i in pairs)])
-    return highest + 1
+    return max(tokenizer.get_vocab().values(), default=0) + 1
 
 
 def special_ids(tokenizer: Any) -> dict[str, int | None]:

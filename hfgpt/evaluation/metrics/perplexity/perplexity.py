@@ -1,11 +1,6 @@
 """Perplexity of a causal language model from the negative log-likelihood of each token, as an `evaluate` module.
 
-import evaluate
-from hfgpt.evaluation.metrics import PERPLEXITY
-
-metric = evaluate.load(PERPLEXITY)
-metric.add_batch(predictions=[[1.0, 1.0], [3.0] * 8], references=[[5, 7], list(range(8))])
-metric.compute()  # {"loss": 2.6, "perplexity": 13.46, "tokens": 10, "bits_per_byte": None}
+README.md in this folder shows how to use it.
 """
 
 from __future__ import annotations
