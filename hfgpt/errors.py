@@ -42,6 +42,11 @@ def message(error: BaseException) -> str:
     return (str(error).strip() or "no message").splitlines()[0]
 
 
+def one_line(error: BaseException) -> str:
+    """An exception's message, with spaces for line ends."""
+    return " ".join(str(error).split())
+
+
 def name_process(error: UserError | RunError, process: str) -> UserError | RunError:
     """The same error, with the name of its process before each problem."""
     if isinstance(error, UserError):

@@ -30,7 +30,8 @@ def main() -> None:
     pretrainer.train()
     run = pretrainer.run
     if run.is_main:
-        from hfgpt.evaluation.generate import generate, load_checkpoint
+        from hfgpt.evaluation.generate import generate
+        from hfgpt.evaluation.loading import load_checkpoint
 
         model, tokenizer = load_checkpoint(f"{config.output_dir}/checkpoint-latest")
         prompt = tokenizer.decode(run.data.validation[:12], skip_special_tokens=True)

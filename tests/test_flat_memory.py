@@ -13,10 +13,11 @@ from transformers import TrainerCallback
 
 from hfgpt.distributed.cpu import keep_freed_memory
 from hfgpt.evaluation.evaluate import SummedLoss
-from hfgpt.evaluation.generate import continued
-from hfgpt.evaluation.loss import summed_nll, windows
+from hfgpt.evaluation.generate import generate_ids
+from hfgpt.evaluation.loss import sum_nll, windows
 from hfgpt.model.configuration_gpt2 import model_config
-from hfgpt.model.modeling_gpt2 import HEAD_CHUNK_SIZE, GPT2LMHeadModel
+from hfgpt.model.head_loss import HEAD_CHUNK_SIZE
+from hfgpt.model.modeling_gpt2 import GPT2LMHeadModel
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads Linux's account of the process")
 
@@ -49,7 +50,7 @@ def test_an_evaluation_takes_no_more_memory_the_longer_it_is(model, kind):
     tokens = np.random.default_rng(0).integers(0, V, 24 * BATCH * T + 1).astype(np.int32)
     subject = model if kind == "ours" else SummedLoss(model)
     parts = windows([len(tokens)], T)
-    summed_nll(subject, tokens, parts, accelerator=Accelerator(), sequence_length=T, batch_size=BATCH, stop=stop)
+    sum_nll(subject, tokens, parts, accelerator=Accelerator(), sequence_length=T, batch_size=BATCH, stop=stop)
     assert len(held) == 24 and held[-1] - held[3] < 6 * LOGITS_MIB, held
 
 
@@ -77,6 +78,6 @@ def test_training_takes_no_more_memory_the_longer_it_is(config, tmp_path):
 def test_writing_takes_no_more_memory_the_longer_it_is(model):
     held = []
     picks = [lambda logits_V: int(logits_V.argmax())] * BATCH
-    for _ in continued(model, [[1]] * BATCH, picks, 5 * T, 2 * T, None):
+    for _ in generate_ids(model, [[1]] * BATCH, picks, 5 * T, 2 * T, None):
         held.append(resident_mib())
     assert len(held) == 5 * T * BATCH and held[-1] - held[3 * BATCH] < 20, (held[3 * BATCH], held[-1])

@@ -27,7 +27,7 @@ from hfgpt.distributed.fsdp2 import full_state_options
 from hfgpt.distributed.ranks import Ranks
 from hfgpt.errors import UserError
 from hfgpt.files import read_text_file
-from hfgpt.model.modeling_gpt2 import own_names
+from hfgpt.model.modeling_gpt2 import to_parameter_names
 
 # Fields of the model's configuration that change what it computes.
 FUNCTION = (
@@ -96,7 +96,7 @@ def _read_for(model: PreTrainedModel, state: dict[str, Any], folder: Path) -> di
     """`weights` by parameter name and `optimizer` in the form of `state`, from a checkpoint that has the same."""
     try:
         saved = json.loads(read_text_file(folder / "config.json"))
-        weights = own_names(load_file(folder / "model.safetensors"))
+        weights = to_parameter_names(load_file(folder / "model.safetensors"))
         moments = load_file(folder / STATE / "optimizer.safetensors")
     except (OSError, ValueError, RecursionError, SafetensorError) as error:
         raise UserError(f"resume_from_checkpoint={folder}: cannot be read ({error}); take another one") from error

@@ -67,7 +67,7 @@ def evaluate(
         options |= {"eval_tokens": eval_tokens, "torch_compile": torch_compile}
         measure = partial(evaluation.score_text, source={**source, "text_column": text_column}, **options)
     else:
-        measure = partial(evaluation.score_task, task=task, source=dataset, limit=limit)
+        measure = partial(evaluation.score_hellaswag, source=dataset, limit=limit)
     _evaluate(checkpoint, task or "text", partial(measure, batch_size=batch_size), mixed_precision, record, is_json)
 
 

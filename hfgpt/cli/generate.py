@@ -35,6 +35,7 @@ def generate(
     Example: hfgpt generate out/run/checkpoint-latest --prompt "To be"
     """
     from hfgpt.evaluation import generate as generation
+    from hfgpt.evaluation.loading import load_checkpoint
     from hfgpt.training.out_of_memory import out_of_memory_named
 
     silence_transformers()
@@ -42,7 +43,7 @@ def generate(
     if prompt_file:
         prompts += generation.read_prompts(prompt_file)
     prompts = prompts or [""]
-    model, tokenizer = generation.load_checkpoint(checkpoint)
+    model, tokenizer = load_checkpoint(checkpoint)
     options: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
     options |= {"max_new_tokens": max_new_tokens, "num_samples": num_samples, "batch_size": batch_size}
     is_streamed = len(prompts) * num_samples == 1 and not is_json

@@ -1,4 +1,4 @@
-"""What was measured of a checkpoint after it was written: records in the folder of its run, for its card."""
+"""Evaluations of a checkpoint after it was written: records in the folder of its run, for its model card."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hfgpt.errors import UserError
 from hfgpt.files import read_text_file
 
 WEIGHTS = "model.safetensors"
-# What each task's record must hold, as its card tells it.
+# Keys of each task's record that a model card needs.
 TASKS = {
     "text": ("dataset", "loss", "scored_tokens"),
     "hellaswag": ("dataset", "accuracy_norm", "accuracy", "examples"),
@@ -22,60 +22,56 @@ TASKS = {
 
 
 def record_evaluation(folder: str | Path, task: str, found: Mapping[str, Any]) -> Path:
-    """Record what was measured of a checkpoint of a run; the file that it stands in.
+    """Adds a line to evaluations.jsonl in the run folder of a checkpoint, and returns that file.
 
-    task: "text" or "hellaswag". found: what its evaluation returned: figures, and `dataset` with, where it is of the
-    Hub, `dataset_name`, `dataset_split` and `dataset_revision`. A text's figures are those of `evaluation.figures` and
-    `scored_tokens`. The record keeps the hash of the weights: it is never taken for another checkpoint's of that name.
+    task: "text" or "hellaswag". found: what its evaluation returned. The record has the hash of the weights, so that it
+    is never used for another checkpoint of the same name.
 
-    Raises UserError for a folder that is no checkpoint of a run, or not what was written, and where it cannot write.
+    Raises UserError where `check_recordable` does, and where the file cannot be written.
     """
-    if missing := [key for key in TASKS.get(task, ("task",)) if key not in found]:
-        raise UserError(f"task={task}: found has no {', '.join(missing)}; tasks are {', '.join(TASKS)}")
-    about = check_recordable(folder)
+    identity = check_recordable(folder)
     run = RunFolder(Path(folder).resolve().parent)
-    run.record_evaluation(**{**found, **about, "task": task})
+    run.record_evaluation(**{**found, **identity, "task": task})
     return run.evaluations
 
 
 def check_recordable(folder: str | Path) -> dict[str, Any]:
-    """What a record says of its checkpoint: name, step, hash of its weights. Raises UserError where it cannot be."""
+    """Returns the name, step and hash of the weights of a checkpoint, to record with an evaluation.
+
+    Raises UserError for a folder that is no checkpoint of a run, and for weights that have changed.
+    """
     where, folder = f"checkpoint {folder}", Path(folder).resolve()
-    run = RunFolder(folder.parent, writes=False)
-    if (weights := _weights(folder)) is None or (trainer := _trainer(folder, run)) is None:
+    if (identity := _identify(folder)) is None:
         raise UserError(f"{where}: not a checkpoint in the folder of its run, where a record could be kept")
-    if file_facts(folder / WEIGHTS)["xxh3_128"] != weights:
+    if file_facts(folder / WEIGHTS)["xxh3_128"] != identity["weights"]:
         raise UserError(f"{where}: {WEIGHTS} is not what {MANIFEST} says; take another checkpoint")
-    return {"checkpoint": folder.name, "step": trainer["step"], "weights": weights}
+    return identity
 
 
-def recorded_evaluations(folder: str | Path) -> list[dict[str, Any]]:
-    """The records of these very weights, oldest first; of one task and dataset the newest alone."""
+def read_evaluations(folder: str | Path) -> list[dict[str, Any]]:
+    """Returns the records of a checkpoint's weights, oldest first; of each task and dataset only the newest."""
     folder = Path(folder).resolve()
-    run = RunFolder(folder.parent, writes=False)
-    if (weights := _weights(folder)) is None or _trainer(folder, run) is None:
+    if (identity := _identify(folder)) is None:
         return []
     newest: dict[tuple[Any, ...], dict[str, Any]] = {}
-    for record in run.evaluation_records():
+    for record in RunFolder(folder.parent, writes=False).evaluation_records():
         needed = TASKS.get(str(record.get("task")))
-        if record.get("weights") == weights and needed and all(record.get(key) is not None for key in needed):
+        if record.get("weights") == identity["weights"] and needed and all(record.get(k) is not None for k in needed):
             key = tuple(record.get(name) for name in ("task", "dataset", "dataset_name", "dataset_split"))
             newest.pop(key, None)
             newest[key] = record
     return list(newest.values())
 
 
-def _weights(folder: Path) -> str | None:
-    """The hash of the weights by the folder's manifest; None where that does not tell."""
+def _identify(folder: Path) -> dict[str, Any] | None:
+    """The name, step and hash of the weights of a checkpoint that is in the folder of its run; None for any other."""
     try:
-        return str(json.loads(read_text_file(folder / MANIFEST))["files"][WEIGHTS]["xxh3_128"])
+        weights = str(json.loads(read_text_file(folder / MANIFEST))["files"][WEIGHTS]["xxh3_128"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
-
-
-def _trainer(folder: Path, run: RunFolder) -> dict[str, Any] | None:
-    """The trainer state of a checkpoint that stands in the folder of its run, else None."""
     if not (folder / STATE).is_dir():
         return None
     state = read_state(folder, "trainer_state")
-    return state if run.run_id() == state["run_id"] else None
+    if RunFolder(folder.parent, writes=False).run_id() != state["run_id"]:
+        return None
+    return {"checkpoint": folder.name, "step": state["step"], "weights": weights}

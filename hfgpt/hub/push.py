@@ -23,7 +23,7 @@ from hfgpt.checkpointing.training_state import STATE, read_state
 from hfgpt.config import PretrainConfig
 from hfgpt.data.remote import asked_pause, deadline, first_line, is_passing, quiet_hub
 from hfgpt.errors import RunError, UserError
-from hfgpt.evaluation.results import recorded_evaluations
+from hfgpt.evaluation.results import read_evaluations
 from hfgpt.hub.model_card import PLOT, addressed, curves, languages, loss_plot, model_card, public
 from hfgpt.hub.verify import verify
 
@@ -159,7 +159,7 @@ def _files(
         run = RunFolder(folder.resolve().parent, writes=False)
         is_its_run = run.run_id() == trainer["run_id"]
         records = public(run.records(), trainer["step"]) if is_its_run else []
-        later = recorded_evaluations(folder)
+        later = read_evaluations(folder)
         facts = run.facts() if is_its_run else {}
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         text = model_card(facts, fingerprint, trainer, records, repo_id, later, tokenizer)

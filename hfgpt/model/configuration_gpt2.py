@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import json
 from collections.abc import Iterable
 from typing import Any
 
@@ -13,7 +12,7 @@ from transformers.activations import ACT2FN
 from hfgpt.errors import UserError
 from hfgpt.field_types import NOT_CONVERTIBLE, convert, describe, shown
 
-MOST_HEADS = 2**12  # that a message looks through for those that fit
+MOST_HEADS = 2**12  # up to which an error lists the numbers of heads that would fit
 _DROPOUTS = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
 _SIZES = ("n_layer", "n_head", "n_embd", "n_positions", "n_inner", "vocab_size")
 _NO_DROPOUT = dict.fromkeys(_DROPOUTS, 0.0)
@@ -29,24 +28,19 @@ MODEL_SIZES: dict[str, dict[str, Any]] = {
     "gpt2-1.5b": {"n_layer": 48, "n_head": 25, "n_embd": 1600, **_GPT2},
 }
 
-# What a run may set: the special ids come from the tokenizer, and pretraining has no use for some fields.
-_OTHERS = ("bos_token_id", "eos_token_id", "pad_token_id", "add_cross_attention")
+# The fields that a user may set. The special ids come from the tokenizer; the others have no meaning in pretraining.
+_NOT_SET = ("bos_token_id", "eos_token_id", "pad_token_id", "add_cross_attention")
 _TYPES = {
     key: hint
     for key, hint in GPT2Config.__annotations__.items()
-    if key not in _OTHERS and not key.startswith("summary_")
+    if key not in _NOT_SET and not key.startswith("summary_")
 }
 
 
-def _near(word: Any, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(shown(word), known, n=1, cutoff=0.4)
-    return f"did you mean {near[0]}? " if near else ""
+def model_fields(model: str | dict[str, Any], defaults: dict[str, Any] = _NO_DROPOUT) -> dict[str, Any]:
+    """Returns the GPT2Config fields of `model`: a name of MODEL_SIZES, or fields, which may begin with {"size": name}.
 
-
-def model_fields(model: str | dict[str, Any], under: dict[str, Any] = _NO_DROPOUT) -> dict[str, Any]:
-    """GPT2Config fields of `model`: a name of MODEL_SIZES, or fields, which may start from a size: {"size": name}.
-
-    `under`: fields for which `model` states nothing. Raises UserError for an unknown name or field and for sizes that
+    defaults: fields that `model` does not state. Raises UserError for an unknown name or field, and for sizes that
     cannot work.
     """
     given = {"size": model} if isinstance(model, str) else dict(model)
@@ -55,28 +49,13 @@ def model_fields(model: str | dict[str, Any], under: dict[str, Any] = _NO_DROPOU
         where = "model" if isinstance(model, str) else "model.size"
         near = _near(size, MODEL_SIZES)
         raise UserError(f"{where}={shown(size)}: no such size; {near}sizes are {', '.join(MODEL_SIZES)}")
-    fields = {**under, **MODEL_SIZES.get(str(size), {}), **given}
-    problems = []
+    fields = {**defaults, **MODEL_SIZES.get(str(size), {}), **given}
+    problems: list[str] = []
     for key, value in fields.items():
-        where = f"model.{shown(key)}={shown(value)}"
-        if key not in _TYPES:
-            near = _near(key, _TYPES)
-            problems.append(f"{where}: not a field that can be set; {near}fields are {', '.join(_TYPES)}")
-            continue
         try:
-            value = fields[key] = convert(value, _TYPES[key])
-        except NOT_CONVERTIBLE:
-            problems.append(f"{where}: must be {describe(_TYPES[key])}")
-            continue
-        if key in ("layer_norm_epsilon", "initializer_range") and not 1e-30 <= value < 1:
-            problems.append(f"{where}: must be above 0 and below 1, in float32 too")
-        if key in _SIZES and value is not None and value < 1:
-            problems.append(f"{where}: must be at least 1")
-        if key in _DROPOUTS and not 0 <= value < 1:
-            problems.append(f"{where}: must be at least 0 and below 1")
-        if key == "activation_function" and value not in ACT2FN:
-            near = _near(value, ACT2FN)
-            problems.append(f"{where}: transformers has no such function; {near}GPT-2's is gelu_new")
+            fields[key] = _checked_field(key, value)
+        except UserError as error:
+            problems += error.problems
     n_embd, n_head = fields.get("n_embd", 768), fields.get("n_head", 12)
     if not problems and n_embd % n_head:
         fits = ", ".join(str(h) for h in range(1, min(n_embd, 2 * n_head, MOST_HEADS) + 1) if n_embd % h == 0)
@@ -86,21 +65,30 @@ def model_fields(model: str | dict[str, Any], under: dict[str, Any] = _NO_DROPOU
     return fields
 
 
-def model_rows(tokenizer: Any) -> int:
-    """Rows that a model needs for a tokenizer: the highest id that it can give, plus one.
+def _checked_field(key: str, value: Any) -> Any:
+    """Returns the value in the type of its field. Raises UserError where it cannot be used."""
+    where = f"model.{shown(key)}={shown(value)}"
+    if key not in _TYPES:
+        near = _near(key, _TYPES)
+        raise UserError(f"{where}: not a field that can be set; {near}fields are {', '.join(_TYPES)}")
+    try:
+        value = convert(value, _TYPES[key])
+    except NOT_CONVERTIBLE:
+        raise UserError(f"{where}: must be {describe(_TYPES[key])}") from None
+    if key in ("layer_norm_epsilon", "initializer_range") and not 1e-30 <= value < 1:
+        raise UserError(f"{where}: must be above 0 and below 1, in float32 too")
+    if key in _SIZES and value is not None and value < 1:
+        raise UserError(f"{where}: must be at least 1")
+    if key in _DROPOUTS and not 0 <= value < 1:
+        raise UserError(f"{where}: must be at least 0 and below 1")
+    if key == "activation_function" and value not in ACT2FN:
+        raise UserError(f"{where}: not a function of transformers; {_near(value, ACT2FN)}GPT-2's is gelu_new")
+    return value
 
-    `len(tokenizer)` is less where ids are left out. A post-processor may add ids that no token has.
-    """
-    highest = max(tokenizer.get_vocab().values(), default=0)
-    if processor := getattr(getattr(tokenizer, "backend_tokenizer", None), "post_processor", None):
-        processors = [json.loads(processor.__getstate__())]
-        for processor in processors:
-            processors += processor.get("processors", [])
-            templates = processor.get("special_tokens", {})
-            ids = [i for template in templates.values() for i in template["ids"]]
-            pairs = [processor[key] for key in ("sep", "cls") if key in processor]
-            highest = max([highest, *ids, *(i for _, i in pairs)])
-    return highest + 1
+
+def _near(word: Any, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(shown(word), known, n=1, cutoff=0.4)
+    return f"did you mean {near[0]}? " if near else ""
 
 
 def model_config(
@@ -111,14 +99,14 @@ def model_config(
     bos_token_id: int | None = None,
     pad_token_id: int | None = None,
 ) -> GPT2Config:
-    """GPT2Config of `model` (see `model_fields`) for a tokenizer of `vocab_size` rows with these special ids.
+    """Returns the GPT2Config of `model` (see `model_fields`) for a tokenizer of `vocab_size` rows and these ids.
 
-    Raises UserError when `model` states another vocab_size than the tokenizer's.
+    Raises UserError where `model` states another vocab_size than the tokenizer's.
     """
     fields = model_fields(model)
     stated = fields.pop("vocab_size", vocab_size)
     if stated != vocab_size:
-        why = f"the tokenizer has {vocab_size} entries, and the model gets exactly one row for each"
+        why = f"the tokenizer has {vocab_size} entries, and the model has exactly one row for each"
         raise UserError(f"model.vocab_size={stated}: {why}; leave vocab_size out")
     ids = {"bos_token_id": bos_token_id, "eos_token_id": eos_token_id, "pad_token_id": pad_token_id}
     config = GPT2Config(vocab_size=vocab_size, **fields, **ids)
@@ -126,12 +114,28 @@ def model_config(
     return config
 
 
-def special_ids(tokenizer: Any) -> dict[str, int | None]:
-    """The ids of a tokenizer's bos, eos, pad and unk, as a checkpoint states them.
+def fields_of(config: GPT2Config) -> dict[str, Any]:
+    """Returns the fields from which `model_config` makes `config` again. Raises UserError for values that cannot work.
 
-    Batches need a pad token, CTranslate2 wants bos and unk: where the tokenizer has none, another of these stands for
-    it, as end-of-text does in GPT-2. Nothing stands for an eos, which ends texts, nor for all four (characters): an
-    id more would be a row more, and a token of text that becomes special is left out of decoded text.
+    Without vocab_size: a new model has the rows of its tokenizer.
+    """
+    return model_fields({key: getattr(config, key) for key in _TYPES if key != "vocab_size"})
+
+
+def model_rows(tokenizer: Any) -> int:
+    """Returns the number of rows that a model needs for a tokenizer: its highest id, plus one.
+
+    `len(tokenizer)` is lower where ids are left out.
+    """
+    return max(tokenizer.get_vocab().values(), default=0) + 1
+
+
+def special_ids(tokenizer: Any) -> dict[str, int | None]:
+    """Returns the ids of a tokenizer's bos, eos, pad and unk tokens, as a checkpoint states them.
+
+    Batches need a pad token, and CTranslate2 needs bos and unk: one that the tokenizer lacks is replaced by another of
+    them, as in GPT-2, where end-of-text serves for all. Nothing replaces eos, which ends texts. All are None for
+    characters: a token added for them would be a row more, and a character made special would vanish from decoded text.
     """
     bos, eos, pad, unk = (getattr(tokenizer, f"{name}_token_id", None) for name in ("bos", "eos", "pad", "unk"))
 
@@ -144,11 +148,3 @@ def special_ids(tokenizer: Any) -> dict[str, int | None]:
         "pad_token_id": first(pad, eos, bos, unk),
         "unk_token_id": first(unk, eos, bos, pad),
     }
-
-
-def fields_of(config: GPT2Config) -> dict[str, Any]:
-    """The fields from which `model_config` makes `config` again. Raises UserError for values that cannot work.
-
-    The vocabulary is left out: a new model has the rows of its tokenizer.
-    """
-    return model_fields({key: getattr(config, key) for key in _TYPES if key != "vocab_size"})

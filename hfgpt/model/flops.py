@@ -1,21 +1,22 @@
-"""Parameters and FLOPs of a GPT-2-style model from its configuration, and MFU: plain arithmetic."""
+"""Parameters and FLOPs of a GPT-2-style model from its configuration, and MFU: plain arithmetic, no torch."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from transformers import GPT2Config
+if TYPE_CHECKING:
+    from transformers import GPT2Config
 
 
 class ParameterCounts(NamedTuple):
-    """`without_positions` leaves out the T x C position table, which no token multiplies."""
+    """`without_positions` leaves out the T x C position table, which is not multiplied with any token."""
 
     total: int
     without_positions: int
 
 
 def parameter_counts(config: GPT2Config) -> ParameterCounts:
-    """Parameters of GPT2LMHeadModel: V*C + T*C + L*(12*C^2 + 13*C) + 2*C for an MLP of width 4*C.
+    """Counts the parameters of GPT2LMHeadModel: V*C + T*C + L*(12*C^2 + 13*C) + 2*C for an MLP of width 4*C.
 
     A tied head counts once, as it is the same matrix as the embedding.
     """
@@ -30,9 +31,9 @@ def parameter_counts(config: GPT2Config) -> ParameterCounts:
 def training_flops_per_token(config: GPT2Config, sequence_length: int) -> int:
     """FLOPs to train on one token, forward and backward: 6 N + 12 L H Q T (PaLM, appendix B; nanoGPT).
 
-    N leaves out the position table, and holds the V x C matrix once: the head multiplies by it, the embedding
-    only looks rows up, so tied and untied models cost the same. The second term is attention over all T
-    places, causal or not. Recomputed activations do not count.
+    N leaves out the position table and counts the V x C matrix once: the head multiplies by it, the embedding only
+    looks rows up, so tied and untied models cost the same. The second term is attention over all T positions, causal or
+    not. Recomputed activations do not count.
     """
     C, L = config.n_embd, config.n_layer
     N = parameter_counts(config).without_positions
@@ -42,10 +43,10 @@ def training_flops_per_token(config: GPT2Config, sequence_length: int) -> int:
 
 
 def recomputed_flops_per_token(config: GPT2Config, sequence_length: int) -> int:
-    """FLOPs per token that gradient checkpointing adds: the forward pass of the blocks, not of the head."""
+    """FLOPs per token that gradient checkpointing adds: the forward pass of the blocks, without the head."""
     return training_flops_per_token(config, sequence_length) // 3 - 2 * config.vocab_size * config.n_embd
 
 
 def mfu(tokens_per_second: float, flops_per_token: float, peak_tflops: float, devices: int) -> float:
-    """Model FLOPs utilisation, a fraction; `tokens_per_second` over all devices, `peak_tflops` of one."""
+    """Model FLOPs utilisation, a fraction. `tokens_per_second` is over all devices, `peak_tflops` of one."""
     return tokens_per_second * flops_per_token / (devices * peak_tflops * 1e12)

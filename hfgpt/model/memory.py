@@ -1,10 +1,9 @@
 """Memory of a training step, by part, from the model's configuration and how one process trains it.
 
-Every figure is counted from the tensors that exist at three moments: when the loss is differentiated, when the last
-block is, and when the embedding is. The counts for eager and compiled training are checked on a CPU against the
-tensors that autograd keeps (tests/model/test_memory.py) and against resident memory (tests/benchmarks/memory.py). On a
-card nothing has been measured yet: the same counts are taken to hold, and what only a card has is from documentation,
-as is said where it is counted. The same benchmark measures it there.
+The bytes are counted from the tensors that exist at three moments: when the loss is differentiated, when the last block
+is, and when the embedding is. On a CPU the counts are checked against the tensors that autograd keeps
+(tests/model/test_memory.py) and against resident memory (tests/benchmarks/memory.py, which also measures a GPU). On a
+GPU they are not measured yet: what only a GPU has is from documentation, as noted where it is counted.
 
 B batch, T sequence, C width, H heads, V vocabulary, N = B * T tokens of a micro-batch.
 """
@@ -17,18 +16,19 @@ import torch
 import torch.nn.functional as F
 from transformers import GPT2Config
 
+from hfgpt.model.cpu_kernels import products_are_faster
 from hfgpt.model.flops import parameter_counts
-from hfgpt.model.modeling_gpt2 import HEAD_CHUNK_SIZE, products_are_faster
+from hfgpt.model.head_loss import HEAD_CHUNK_SIZE
 
-CUBLAS_WORKSPACE_BYTES = 32 * 2**20  # torch's documentation of CUBLAS_WORKSPACE_CONFIG, for Hopper; others 8 MiB
+CUBLAS_WORKSPACE_BYTES = 32 * 2**20  # on Hopper, by torch's documentation of CUBLAS_WORKSPACE_CONFIG; others 8 MiB
 
 
 @dataclass(frozen=True)
 class Setting:
-    """How one of `processes` trains; `sharded` is FSDP2, else each holds the whole model (DDP).
+    """How one of `processes` trains. With `sharded` they share the model (FSDP2), else each holds all of it (DDP).
 
-    `device` is "cuda" or "cpu". `head` is "" for the trainer's own: compiled with the model, or in chunks. "whole" has
-    all logits in an eager model, "returned" in a compiled one that hands them to its caller, as nanoGPT's does.
+    device: "cuda" or "cpu". head: "" is the trainer's own, compiled with the model or in chunks; "whole" has all logits
+    in an eager model; "returned" has them in a compiled model that returns them to its caller, as nanoGPT's does.
     """
 
     micro_batch: int
@@ -45,28 +45,14 @@ class Setting:
     head: str = ""
 
     @property
-    def tokens(self) -> int:
-        return self.micro_batch * self.sequence_length
-
-    @property
     def shares(self) -> int:
+        """Processes over which parameters, gradients and optimizer state are split."""
         return self.processes if self.sharded else 1
-
-    @property
-    def width(self) -> int:
-        """Bytes of a number in the matrix products."""
-        return 4 if self.precision == "no" else 2
-
-    @property
-    def head_kind(self) -> str:
-        if self.head or self.compiled:
-            return self.head or "compiled"
-        return "chunked" if self.tokens > HEAD_CHUNK_SIZE else "whole"
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one device at the moment when they are most. `logits` holds all that the head and loss need."""
+    """Bytes on one device at the peak of a step. `logits`: all that the head and the loss need."""
 
     weights: int
     gradients: int
@@ -81,197 +67,169 @@ class Memory:
 
 
 def training_memory(config: GPT2Config, setting: Setting) -> Memory:
-    """The most that a step takes from the second step on, when the optimizer's state exists."""
-    moments = [_at_loss(config, setting), _at_last_block(config, setting), _at_embedding(config, setting)]
+    """Returns the peak of a step, from the second step on, when the optimizer's state exists."""
+    step = StepBytes(config, setting)
+    moments = (step.at_loss(), step.at_last_block(), step.at_embedding())
     return max(moments, key=lambda moment: moment.peak)
 
 
-def saved_bytes(config: GPT2Config, setting: Setting) -> int:
-    """Activations and logits that a forward pass keeps for the backward pass, without copies of weights."""
-    return _activations(config, setting) + _saved_logits(config, setting)
+class StepBytes:
+    """Bytes of the tensors in a step of one process."""
 
+    def __init__(self, config: GPT2Config, setting: Setting) -> None:
+        self.config, self.setting = config, setting
+        self.is_cuda, self.is_16_bit = setting.device == "cuda", setting.precision != "no"
+        self.is_accumulated = setting.accumulation > 1
+        self.number = 2 if self.is_16_bit else 4  # bytes of a number in the matrix products
+        self.T, self.N = setting.sequence_length, setting.micro_batch * setting.sequence_length
+        self.C, self.H = config.n_embd, config.n_head
+        self.V = config.vocab_size + (-config.vocab_size % 64 if self.is_cuda else 0)  # rows that the head multiplies
+        self.inner = config.n_inner or 4 * self.C
+        self.embedding = 4 * config.vocab_size * self.C
+        self.parameters = parameter_counts(config).total
+        self.block_matrices = config.n_layer * (4 * self.C * self.C + 2 * self.C * self.inner)
+        self.head = setting.head or (
+            "compiled" if setting.compiled else "chunked" if self.N > HEAD_CHUNK_SIZE else "whole"
+        )
+        # As `head_loss` decides.
+        has_fused_loss = hasattr(F, "linear_cross_entropy") and not self.is_16_bit and config.vocab_size == self.V
+        # torch's chunked loss computes its gradients in the forward pass, and keeps them as long as the loss.
+        self.fused_gradients = 0
+        if self.head == "chunked" and has_fused_loss:
+            self.fused_gradients = 4 * self.C * (config.vocab_size + self.N)
 
-def weight_copy_bytes(config: GPT2Config, setting: Setting, saved: bool = False) -> int:
-    """16-bit copies of the matrices and their biases, which autocast makes once and keeps to the end of the backward
-    pass; `saved`: those alone that autograd keeps too, the matrices outside recomputed blocks.
-    """
-    if setting.precision == "no":
-        return 0
-    C, inner, head = config.n_embd, _inner(config), 2 * _head_rows(config, setting) * config.n_embd
-    if setting.head_kind == "chunked" and saved:
-        head = 0
-    biases = 0 if saved else 5 * C + inner
-    blocks = 0 if saved and setting.checkpointing else config.n_layer * (4 * C * C + 2 * C * inner + biases)
-    # FSDP2 gathers the blocks in 16 bits, one after the other: see _gathered.
-    return head if setting.sharded else 2 * blocks + head
+    def at_loss(self) -> Memory:
+        """While the loss is differentiated: all blocks have kept their activations."""
+        gradients = 4 * self.parameters if self.is_accumulated else 0  # of earlier micro-batches
+        return self._memory(gradients, self.activations(), self._head_peak())
 
+    def at_last_block(self) -> Memory:
+        """While the MLP of the last block is differentiated: nothing but the head has been freed yet."""
+        activations = self.activations()
+        if self.setting.checkpointing:
+            activations += self.N * (self._block() - 4 * self.C)  # recomputed; its input is among those kept
+        gradients = 4 * self.parameters if self.is_accumulated else 0
+        # Gradients of the residual stream, of the MLP's output where it has another type, and of the MLP's inner layer.
+        residual = 4 * self.C + (self.number * self.C if self.is_16_bit else 0)
+        temporary = self.N * (residual + self.number * self.inner)
+        return self._memory(gradients, activations, self.embedding + self.fused_gradients, temporary)
 
-def _at_loss(config: GPT2Config, setting: Setting) -> Memory:
-    """All blocks have kept their activations, and the loss is being differentiated."""
-    held = 4 * _parameters(config) if setting.accumulation > 1 else 0  # by the micro-batches before
-    return _memory(config, setting, held, _activations(config, setting), _head_peak(config, setting))
+    def at_embedding(self) -> Memory:
+        """At the end of the backward pass: all gradients exist, and the embedding's is added to the head's."""
+        # A compiled backward pass returns all gradients at once; FSDP2 splits it by block.
+        at_once = self.setting.compiled and not self.setting.sharded and self.is_accumulated
+        new = 4 * self.parameters if at_once else self.embedding
+        head = self.fused_gradients
+        if self.config.tie_word_embeddings and self.is_accumulated and not at_once:
+            head += self.embedding
+        return self._memory(4 * self.parameters, 4 * self.N * self.C, head, new)
 
+    def saved(self) -> int:
+        """Activations and logits that the forward pass keeps for the backward pass, without copies of weights."""
+        return self.activations() + self._saved_logits()
 
-def _at_last_block(config: GPT2Config, setting: Setting) -> Memory:
-    """The MLP of the last block is being differentiated: nothing but the head has been freed yet."""
-    C, N, width = config.n_embd, setting.tokens, setting.width
-    activations, head = _activations(config, setting), 4 * config.vocab_size * C + _fused_gradients(config, setting)
-    if setting.checkpointing:
-        activations += N * (_block_bytes(config, setting) - 4 * C)  # computed anew; its input is there
-    held = 4 * _parameters(config) if setting.accumulation > 1 else 0
-    # Gradients of the residual stream, of the MLP's output where that has another type, and of its inner layer.
-    temporary = N * (4 * C + (width * C if width < 4 else 0) + width * _inner(config))
-    return _memory(config, setting, held, activations, head, temporary)
+    def weight_copies(self, only_saved: bool = False) -> int:
+        """16-bit copies of matrices and their biases, which autocast makes once and keeps until the backward pass ends.
 
+        only_saved: those that autograd keeps too, which are the matrices outside recomputed blocks.
+        """
+        if not self.is_16_bit:
+            return 0
+        head = 0 if only_saved and self.head == "chunked" else 2 * self.V * self.C
+        if self.setting.sharded or (only_saved and self.setting.checkpointing):
+            return head  # FSDP2 gathers the blocks in 16 bits, one after the other: see _gathered
+        biases = 0 if only_saved else self.config.n_layer * (5 * self.C + self.inner)
+        return head + 2 * (self.block_matrices + biases)
 
-def _at_embedding(config: GPT2Config, setting: Setting) -> Memory:
-    """The end of the backward pass: all gradients exist, the embedding's is being added to the head's."""
-    C, N = config.n_embd, setting.tokens
-    matrix = 4 * config.vocab_size * C
-    # A compiled pass returns all gradients at once; FSDP2 breaks it up by block.
-    at_once = setting.compiled and not setting.sharded
-    new = 4 * _parameters(config) if at_once and setting.accumulation > 1 else matrix
-    head = matrix if config.tie_word_embeddings and not at_once and setting.accumulation > 1 else 0
-    head += _fused_gradients(config, setting)
-    return _memory(config, setting, 4 * _parameters(config), 4 * N * C, head, new)
+    def activations(self) -> int:
+        """Kept for the backward pass outside the head: token and position ids, blocks, final norm with its output."""
+        block = 4 * self.C if self.setting.checkpointing else self._block()
+        # In chunks the head takes the output as it is and casts each chunk; torch's own keeps the gradient instead.
+        output = 0 if self.fused_gradients else 4 if self.head == "chunked" else self.number
+        dropped = self.C * (1 if self.is_cuda else 4) if self.config.embd_pdrop else 0
+        per_token = self.config.n_layer * block + 4 * self.C + 8 + output * self.C + dropped
+        return 8 * (self.N + self.T) + self.N * per_token
 
+    def _memory(self, gradients: int, activations: int, logits: int, temporary: int = 0) -> Memory:
+        shares = self.setting.shares
+        workspace = temporary + self.weight_copies() + self._gathered()
+        if self.setting.processes > 1 and not self.setting.sharded:
+            workspace += 4 * self.parameters  # DDP's buckets, in which gradients are exchanged
+        if self.is_cuda:
+            workspace += CUBLAS_WORKSPACE_BYTES
+        if not self.is_accumulated:  # FSDP2 splits gradients when it exchanges them, after the last micro-batch
+            gradients //= shares
+        # Two moments for each parameter; Muon has one for the matrices of the blocks.
+        optimizer = 8 * self.parameters - (4 * self.block_matrices if self.setting.optim == "muon" else 0)
+        return Memory(4 * self.parameters // shares, gradients, optimizer // shares, activations, logits, workspace)
 
-def _memory(
-    config: GPT2Config, setting: Setting, gradients: int, activations: int, logits: int, temporary: int = 0
-) -> Memory:
-    shares, parameters = setting.shares, _parameters(config)
-    workspace = temporary + weight_copy_bytes(config, setting) + _gathered(config, setting)
-    if setting.processes > 1 and not setting.sharded:
-        workspace += 4 * parameters  # DDP's buckets, in which gradients are exchanged
-    if setting.device == "cuda":
-        workspace += CUBLAS_WORKSPACE_BYTES
-    # FSDP2 shares out gradients only when it exchanges them, after the last micro-batch.
-    gradients = gradients // shares if setting.accumulation == 1 else gradients
-    optimizer = 8 * parameters
-    if setting.optim == "muon":  # one moment for the matrices of the blocks
-        optimizer -= 4 * config.n_layer * (4 * config.n_embd**2 + 2 * config.n_embd * _inner(config))
-    return Memory(4 * parameters // shares, gradients, optimizer // shares, activations, logits, workspace)
+    def _gathered(self) -> int:
+        """What FSDP2 gathers: embeddings and head for the whole pass, and two blocks, each also as one flat buffer.
 
+        From FSDP2's design: one block in use, the next prefetched.
+        """
+        if not self.setting.sharded:
+            return 0
+        outside = self.parameters - self.block_matrices
+        return 4 * outside + 4 * self.number * self.block_matrices // self.config.n_layer
 
-def _gathered(config: GPT2Config, setting: Setting) -> int:
-    """What FSDP2 gathers: embeddings and head for the whole pass, and two blocks, each also as one flat buffer.
+    def _block(self) -> int:
+        """Kept by one block, per token.
 
-    From FSDP2's design: one block in use, the next prefetched.
-    """
-    if not setting.sharded:
-        return 0
-    C = config.n_embd
-    blocks = config.n_layer * (4 * C * C + 2 * C * _inner(config))
-    outside = _parameters(config) - blocks
-    return 4 * outside + 4 * setting.width * blocks // config.n_layer
+        The two norms keep their inputs in float32, with mean and deviation; the matrix products their inputs; attention
+        its queries, keys and values, its output (the projection's input), and the sum of each row in float32; GELU its
+        input. That is 64 C in float32 and 36 C in 16 bits. torch.compile keeps the same (torch 2.13).
+        """
+        norms = 2 * (4 * self.C + 8)
+        products = self.number * (2 * self.C + 3 * self.C + self.C + 2 * self.inner)
+        # A boolean mask of documents becomes one of numbers, but for flex attention.
+        uses_flex = self.setting.compiled and self.is_cuda and self.config.attn_pdrop == 0
+        mask = self.number * self.T if self.setting.document_masking and not uses_flex else 0
+        attention = 4 * self.H
+        if self._keeps_probabilities():  # and the scores, with maximum and sum of each row
+            attention = 2 * self.H * (self.number * self.T + 4)
+        return norms + products + attention + mask + self._dropout()
 
+    def _keeps_probabilities(self) -> bool:
+        """As `modeling_gpt2.Attention` decides."""
+        dtype = torch.bfloat16 if self.setting.precision == "bf16" else torch.float32
+        is_plain = not self.setting.document_masking and not self.config.attn_pdrop
+        return self.setting.compiled and not self.is_cuda and is_plain and products_are_faster(dtype, self.T)
 
-def _block_bytes(config: GPT2Config, setting: Setting) -> int:
-    """Kept per token by one block.
+    def _dropout(self) -> int:
+        """Kept by the dropouts of one block, per token: on a GPU a byte per element, on a CPU a number.
 
-    The two norms keep their inputs in float32, with mean and deviation; the matrix products their inputs; attention
-    its queries, keys and values, its output (the projection's input), and the sum of each row in float32; GELU its
-    input. So 64 C in float32 and 36 C in 16 bits. torch.compile keeps the same (torch 2.13).
-    """
-    C, width = config.n_embd, setting.width
-    norms = 2 * (4 * C + 8)
-    products = width * (2 * C + 3 * C + C + 2 * _inner(config))
-    # A mask of documents becomes one of numbers, but for flex attention.
-    flex = setting.compiled and setting.device == "cuda" and config.attn_pdrop == 0
-    mask = width * setting.sequence_length if setting.document_masking and not flex else 0
-    attention = 4 * config.n_head
-    if _keeps_probabilities(config, setting):  # and the scores, with maximum and sum of each row
-        attention = 2 * config.n_head * (width * setting.sequence_length + 4)
-    return norms + products + attention + mask + _dropout_bytes(config, setting)
+        A GPU draws attention's dropout again. A CPU has no fused attention with dropout: it keeps probabilities, noise
+        and their product in float32, and in 16-bit training its inputs too.
+        """
+        total = 2 * self.C * (1 if self.is_cuda else self.number) if self.config.resid_pdrop else 0
+        if self.config.attn_pdrop and not self.is_cuda:
+            total += 12 * self.H * self.T - 4 * self.H
+            total += 6 * self.C if self.is_16_bit else 0
+        return total
 
+    def _saved_logits(self) -> int:
+        """Compiled: the logits as the product gives them, two numbers per row. Eager: their logarithms in float32.
 
-def _keeps_probabilities(config: GPT2Config, setting: Setting) -> bool:
-    """As `modeling_hfgpt.Attention` decides."""
-    dtype = torch.bfloat16 if setting.precision == "bf16" else torch.float32
-    plain = setting.compiled and not setting.document_masking and not config.attn_pdrop
-    return plain and setting.device == "cpu" and products_are_faster(dtype, setting.sequence_length)
+        "returned" keeps both: chosen to match peaks reported for nanoGPT's model on GPUs; on a CPU torch 2.13 keeps no
+        more than "compiled" for such a model.
+        """
+        NV = self.N * self.V
+        by_head = {"compiled": self.number * NV + 8 * self.N, "whole": 4 * NV, "returned": (self.number + 4) * NV}
+        return by_head.get(self.head, 0)
 
-
-def _dropout_bytes(config: GPT2Config, setting: Setting) -> int:
-    """A card keeps a byte per element dropped or not, a CPU a number; attention's own is drawn anew on a card.
-
-    A CPU has no fused attention with dropout: it keeps probabilities, noise and their product in float32, and in 16-bit
-    training its inputs too.
-    """
-    element = 1 if setting.device == "cuda" else setting.width
-    total = 2 * config.n_embd * element if config.resid_pdrop else 0
-    if config.attn_pdrop and setting.device != "cuda":
-        total += 12 * config.n_head * setting.sequence_length - 4 * config.n_head
-        total += 6 * config.n_embd if setting.width < 4 else 0
-    return total
-
-
-def _activations(config: GPT2Config, setting: Setting) -> int:
-    """Kept for the backward pass outside the head: token and position ids, blocks, final norm with its output."""
-    C, N = config.n_embd, setting.tokens
-    block = 4 * C if setting.checkpointing else _block_bytes(config, setting)
-    # In chunks the head takes the output as it is, and casts each chunk; torch's own keeps the gradient instead.
-    out = 4 if setting.head_kind == "chunked" else setting.width
-    if setting.head_kind == "chunked" and _has_fused_loss(config, setting):
-        out = 0
-    dropped = C * (1 if setting.device == "cuda" else 4) if config.embd_pdrop else 0
-    return 8 * (N + setting.sequence_length) + N * (config.n_layer * block + 4 * C + 8 + out * C + dropped)
-
-
-def _saved_logits(config: GPT2Config, setting: Setting) -> int:
-    """Compiled: the logits as the product gives them, two numbers per row. Eager: their logarithms in float32.
-
-    "returned" keeps both: inferred from reported peaks of nanoGPT's model on cards, which it was chosen to meet; of
-    such a model torch 2.13 keeps no more than "compiled" on a CPU.
-    """
-    NV = setting.tokens * _head_rows(config, setting)
-    return {
-        "chunked": 0,
-        "compiled": setting.width * NV + 8 * setting.tokens,
-        "whole": 4 * NV,
-        "returned": (setting.width + 4) * NV,
-    }[setting.head_kind]
-
-
-def _head_peak(config: GPT2Config, setting: Setting) -> int:
-    """The most that head and loss take at once, their own gradients included, for V rows of C."""
-    C, N, width, kind = config.n_embd, setting.tokens, setting.width, setting.head_kind
-    V = _head_rows(config, setting)
-    if kind in ("compiled", "returned"):  # what is saved, and the gradient of the logits
-        return _saved_logits(config, setting) + width * N * V
-    if kind == "chunked" and _has_fused_loss(config, setting):
-        gradients = _fused_gradients(config, setting)
-        before = gradients if setting.accumulation > 1 else 0  # those of the micro-batch before go with its loss
-        return max(4 * HEAD_CHUNK_SIZE * V + 4 * N * C + gradients + before, 3 * gradients)
-    rows = min(N, HEAD_CHUNK_SIZE) if kind == "chunked" else N
-    matrix = 4 * V * C + (width * V * C if width < 4 else 0)
-    # Logarithms of the probabilities, their gradient and that of the logits; then the gradient of the matrix.
-    return max(12 * rows * V + (4 * V * C if kind == "chunked" else 0), (4 + width) * rows * V, matrix)
-
-
-def _fused_gradients(config: GPT2Config, setting: Setting) -> int:
-    """torch's own chunked loss computes its gradients in the forward pass and keeps them as long as the loss; in the
-    backward pass there are two scaled copies (measured).
-    """
-    if setting.head_kind != "chunked" or not _has_fused_loss(config, setting):
-        return 0
-    return 4 * config.n_embd * (config.vocab_size + setting.tokens)
-
-
-def _has_fused_loss(config: GPT2Config, setting: Setting) -> bool:
-    """As `modeling_hfgpt.head_loss` decides."""
-    pads = setting.device == "cuda" and config.vocab_size % 64 != 0
-    return hasattr(F, "linear_cross_entropy") and setting.precision == "no" and not pads
-
-
-def _head_rows(config: GPT2Config, setting: Setting) -> int:
-    """Rows of the head as it is multiplied: a card wants a multiple of 64."""
-    return config.vocab_size + (-config.vocab_size % 64 if setting.device == "cuda" else 0)
-
-
-def _inner(config: GPT2Config) -> int:
-    return config.n_inner or 4 * config.n_embd
-
-
-def _parameters(config: GPT2Config) -> int:
-    return parameter_counts(config).total
+    def _head_peak(self) -> int:
+        """The peak of head and loss, with their own gradients."""
+        C, V = self.C, self.V
+        if self.head in ("compiled", "returned"):  # what is saved, and the gradient of the logits
+            return self._saved_logits() + self.number * self.N * V
+        if self.fused_gradients:
+            # Those of the micro-batch before are freed with its loss. Backward makes two scaled copies (measured).
+            before = self.fused_gradients if self.is_accumulated else 0
+            forward = 4 * HEAD_CHUNK_SIZE * V + 4 * self.N * C + self.fused_gradients + before
+            return max(forward, 3 * self.fused_gradients)
+        is_chunked = self.head == "chunked"
+        rows = min(self.N, HEAD_CHUNK_SIZE) if is_chunked else self.N
+        matrix = 4 * V * C + (self.number * V * C if self.is_16_bit else 0)
+        # Logarithms of the probabilities, their gradient and that of the logits; then the gradient of the matrix.
+        return max(12 * rows * V + (4 * V * C if is_chunked else 0), (4 + self.number) * rows * V, matrix)

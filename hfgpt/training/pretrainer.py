@@ -16,7 +16,7 @@ from hfgpt.data.stream import StepBatch, batch_hash, side_by_side
 from hfgpt.distributed.device import peak_memory_bytes
 from hfgpt.distributed.stop_signals import Interrupted, StopSignals
 from hfgpt.errors import RunError, UserError, name_process
-from hfgpt.evaluation.loss import evaluate as evaluate_tokens
+from hfgpt.evaluation.loss import evaluate_tokens
 from hfgpt.hub.push import push_trained
 from hfgpt.safe_output import safe
 from hfgpt.training.failures import how_to_continue, saved_on_failure

@@ -29,11 +29,13 @@ from hfgpt.distributed.ranks import Ranks
 from hfgpt.distributed.stop_signals import Interrupted, StopSignals
 from hfgpt.errors import RunError, UserError
 from hfgpt.hub.push import check_push
+from hfgpt.model.attention_masks import document_attention
+from hfgpt.model.head_loss import HEAD_CHUNK_SIZE
 from hfgpt.model.memory import Setting, training_memory
-from hfgpt.model.modeling_gpt2 import HEAD_CHUNK_SIZE, document_attention, new_model
-from hfgpt.model.pretrained import initial_weights, settled
+from hfgpt.model.modeling_gpt2 import new_model
 from hfgpt.training.batch_size import find_fastest_split, find_recorded_split
 from hfgpt.training.callbacks import Callbacks, callback_arguments, trackers
+from hfgpt.training.init_from import initial_weights, resolve_init_from
 from hfgpt.training.lr_schedule import LearningRate
 from hfgpt.training.non_finite import NonFiniteGuard
 from hfgpt.training.optimizer import build_optimizer
@@ -132,7 +134,7 @@ def _prepare(
     folder = RunFolder(config.output_dir, writes=ranks.rank == 0)
     reporting = trackers(config.report_to)
     resume_from = ranks.from_main(partial(_check_folder, config, folder))
-    config = ranks.from_main(partial(settled, config, resume_from))
+    config = ranks.from_main(partial(resolve_init_from, config, resume_from))
     batch = config.batch(ranks.world_size)
     _check_sharding(config, machine)
     check_memory(config, batch, machine.memory_setting(config, batch), memory_bytes(device))

@@ -22,7 +22,7 @@ def measure(form: str) -> dict[str, float]:
     import torch
 
     from hfgpt.distributed.device import default_device, peak_memory_bytes, reset_peak_memory, synchronize
-    from hfgpt.model.modeling_gpt2 import HEAD_CHUNK_SIZE, head_loss
+    from hfgpt.model.head_loss import HEAD_CHUNK_SIZE, head_loss
 
     device = default_device()
     x_NC = torch.randn(N, C, device=device, requires_grad=True)

@@ -61,7 +61,8 @@ def worker(fields: dict[str, int], options: dict[str, Any]) -> None:
     from hfgpt import PretrainConfig
     from hfgpt.distributed.device import default_device, peak_memory_bytes
     from hfgpt.distributed.fsdp2 import build_sharded_model
-    from hfgpt.model.modeling_gpt2 import HEAD_CHUNK_SIZE, GPT2LMHeadModel
+    from hfgpt.model.head_loss import HEAD_CHUNK_SIZE
+    from hfgpt.model.modeling_gpt2 import GPT2LMHeadModel
     from hfgpt.training.optimizer import build_optimizer
 
     device, precision = default_device(), options.get("precision", "no")

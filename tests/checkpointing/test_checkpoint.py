@@ -18,7 +18,7 @@ from tampering import sealed
 from hfgpt.checkpointing.checkpoint import MANIFEST, REQUIRED, fault, find_checkpoint, write_checkpoint
 from hfgpt.checkpointing.run_folder import RunFolder
 from hfgpt.errors import UserError
-from hfgpt.evaluation.generate import load_checkpoint
+from hfgpt.evaluation.loading import load_checkpoint
 
 
 def fill(folder, run_id="this", eval_loss=None):

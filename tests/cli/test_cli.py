@@ -176,7 +176,8 @@ def test_generate_prints_the_samples_of_the_library(monkeypatch, capsys, tmp_pat
     from transformers import GPT2Config
 
     from hfgpt.data.tokenization import load_tokenizer, save_tokenizer
-    from hfgpt.evaluation.generate import generate, load_checkpoint
+    from hfgpt.evaluation.generate import generate
+    from hfgpt.evaluation.loading import load_checkpoint
     from hfgpt.model.modeling_gpt2 import GPT2LMHeadModel
 
     tokenizer = load_tokenizer("char", lambda: ["abcdefgh"], model_max_length=8)

@@ -22,7 +22,8 @@ from hfgpt.data.encoding import Encoder
 from hfgpt.data.tokenization import load_tokenizer
 from hfgpt.errors import UserError
 from hfgpt.evaluation.evaluate import evaluate_checkpoint, score_text
-from hfgpt.evaluation.generate import generate, load_checkpoint
+from hfgpt.evaluation.generate import generate
+from hfgpt.evaluation.loading import load_checkpoint
 from hfgpt.hub.import_export import export
 from hfgpt.hub.verify import verify
 from hfgpt.model.configuration_gpt2 import model_rows
@@ -352,7 +353,7 @@ def test_characters_of_several_tokens_are_streamed_whole(tmp_path):
     ids = [*wanted, wanted[0], *tokenizer("a", add_special_tokens=False)["input_ids"]]
     pieces: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(generation, "continued", lambda *_: ((0, i) for i in ids))
+        patch.setattr(generation, "generate_ids", lambda *_: ((0, i) for i in ids))
         [text] = generate(model, tokenizer, "say", stream=lambda _, piece: pieces.append(piece))
     prompt = tokenizer("say", add_special_tokens=False)["input_ids"]
     assert "".join(pieces) == text == tokenizer.decode(prompt + ids).removeprefix(tokenizer.decode(prompt))
@@ -392,9 +393,9 @@ def test_odd_tokenizers(name, tmp_path):
     model, loaded = load_checkpoint(run.folder.checkpoint(3))
     picked: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
-        remembered = generation.continued
+        remembered = generation.generate_ids
         patch.setattr(
-            generation, "continued", lambda *given: (picked.append(i) or (r, i) for r, i in remembered(*given))
+            generation, "generate_ids", lambda *given: (picked.append(i) or (r, i) for r, i in remembered(*given))
         )
         [text] = generate(model, loaded, "say you", temperature=3.0, seed=2, max_new_tokens=20)
     ids = loaded("say you", add_special_tokens=False)["input_ids"]

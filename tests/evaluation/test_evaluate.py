@@ -1,4 +1,4 @@
-"""`hfgpt evaluate` against plain loops over stock transformers: each token once, in any cut, on any processes."""
+"""`hfgpt evaluate` against plain loops over stock transformers: each token once, in any batches, on any processes."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def test_three_texts_equal_a_plain_loop_on_stock_transformers(gpt2_folder, docum
     assert found["bits_per_byte"] == pytest.approx(nll / math.log(2) / found["scored_bytes"], rel=1e-6)
 
 
-def test_no_cut_changes_the_result(folder, tmp_path):
+def test_the_batch_size_does_not_change_the_result(folder, tmp_path):
     path = written(tmp_path / "text.jsonl", EMOJI)
     losses = [evaluated(folder, path, batch_size=size, stride=24)["loss"] for size in (1, 2, 7, 64)]
     assert losses == pytest.approx([losses[0]] * 4, rel=1e-6)
@@ -195,7 +195,7 @@ def test_processes_and_the_compiler_change_nothing(folder, tmp_path):
 
 def test_a_model_that_knows_nothing_has_the_perplexity_of_its_vocabulary(folder, tokenizer, tmp_path):
     model = GPT2LMHeadModel.from_pretrained(folder)
-    model.resize_token_embeddings(-(-len(tokenizer) // 64) * 64 + 64)  # rows without a token take part, and are told
+    model.resize_token_embeddings(-(-len(tokenizer) // 64) * 64 + 64)  # rows without a token take part
     torch.nn.init.zeros_(model.transformer.wte.weight)
     model.save_pretrained(tmp_path / "model")
     save_tokenizer(tokenizer, tmp_path / "model")
@@ -239,7 +239,7 @@ def test_another_kind_of_model_begins_each_document_with_its_own_start_token(tmp
     assert found["start_token"].startswith("<s>") and found["joined"] == "each document on its own"
 
 
-def test_characters_have_no_start_token_and_it_is_said(tmp_path):
+def test_characters_have_no_start_token_and_the_report_says_so(tmp_path):
     text = "\u00e9t\u00e9 \U0001f600 ab\n" * 30
     tokenizer = load_tokenizer("char", lambda: [text], 16)
     GPT2LMHeadModel(
@@ -270,7 +270,7 @@ def test_a_limit_scores_so_many_tokens_and_their_bytes(folder, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("flags", "told"),
+    ("flags", "message"),
     [
         (["--dataset", "TEXT", "--sequence_length", "65"], "sequence_length=65: is above the model's 64 positions"),
         (["--dataset", "TEXT", "--sequence_length", "8", "--stride", "9"], "stride=9: is above sequence_length=8"),
@@ -282,16 +282,16 @@ def test_a_limit_scores_so_many_tokens_and_their_bytes(folder, tmp_path):
         (["--dataset", "TEXT", "--record"], "not a checkpoint in the folder of its run"),
     ],
 )
-def test_wrong_use_is_told(folder, tmp_path, monkeypatch, flags, told):
+def test_wrong_use_is_refused_in_one_line(folder, tmp_path, monkeypatch, flags, message):
     path = written(tmp_path / "t.jsonl", EMOJI)
     flags = [str(path) if flag == "TEXT" else flag for flag in flags]
     monkeypatch.setattr("sys.argv", ["hfgpt", "evaluate", str(folder), *flags])
     with pytest.raises(UserError) as refused:
         cli.run_app()
-    assert told in str(refused.value) and "\n" not in str(refused.value)
+    assert message in str(refused.value) and "\n" not in str(refused.value)
 
 
-def test_what_is_no_model_is_told(tmp_path, folder):
+def test_what_is_no_model_is_refused(tmp_path, folder):
     path = written(tmp_path / "t.jsonl", EMOJI)
     with pytest.raises(UserError, match=r"checkpoint .*nowhere"):
         evaluated(tmp_path / "nowhere", path)
@@ -305,7 +305,7 @@ def test_what_is_no_model_is_told(tmp_path, folder):
 
 def test_a_task_and_a_record_from_the_command_line(tmp_path, document_folder, monkeypatch, capsys):
     from hfgpt import PretrainConfig, Pretrainer
-    from hfgpt.evaluation.results import recorded_evaluations
+    from hfgpt.evaluation.results import read_evaluations
 
     settings = {"tokenizer": "bpe-300", "dataset": str(document_folder), "sequence_length": 16, "mixed_precision": "no"}
     model = {"n_layer": 1, "n_head": 1, "n_embd": 16, "n_positions": 32}
@@ -322,12 +322,12 @@ def test_a_task_and_a_record_from_the_command_line(tmp_path, document_folder, mo
         monkeypatch.setattr("sys.argv", ["hfgpt", "evaluate", str(checkpoint), "--json", "--record", *flags])
         capsys.readouterr()
         cli.main()
-        out, told = capsys.readouterr()
-        assert json.loads(out)["checkpoint"] == str(checkpoint) and "evaluations.jsonl" in told
+        out, err = capsys.readouterr()
+        assert json.loads(out)["checkpoint"] == str(checkpoint) and "evaluations.jsonl" in err
 
     run("--task", "hellaswag", "--dataset", str(task), "--limit", "6")
     run("--dataset", str(document_folder), "--eval_tokens", "300")
-    by_task = {record["task"]: record for record in recorded_evaluations(checkpoint)}
+    by_task = {record["task"]: record for record in read_evaluations(checkpoint)}
     assert by_task["hellaswag"]["examples"] == 6 and 0 <= by_task["hellaswag"]["accuracy_norm"] <= 1
     assert by_task["text"]["scored_tokens"] == 300 and by_task["text"]["sequence_length"] == 16  # as trained
     for flags in (

@@ -14,7 +14,8 @@ from hfgpt import cli
 from hfgpt.data.tokenization import load_tokenizer, save_tokenizer
 from hfgpt.errors import RunError, UserError
 from hfgpt.evaluation import generate as generation
-from hfgpt.evaluation.generate import generate, load_checkpoint
+from hfgpt.evaluation.generate import generate
+from hfgpt.evaluation.loading import load_checkpoint
 from hfgpt.model.modeling_gpt2 import GPT2LMHeadModel as OurModel
 
 LETTERS = "\n" + string.ascii_lowercase
@@ -94,7 +95,7 @@ def test_cached_logits_equal_those_of_a_full_pass(model):
             logits.append(logits_V)
             return int(logits_V.argmax())
 
-        return [i for _, i in generation.continued(model, [[5, 6, 7]], [pick], 12, 16, None)], logits
+        return [i for _, i in generation.generate_ids(model, [[5, 6, 7]], [pick], 12, 16, None)], logits
 
     new, logits = run()
     with torch.no_grad():
@@ -163,13 +164,13 @@ def test_a_row_that_ends_leaves_the_others_alone(bpe):
         return others[-1]
 
     picks = [lambda _: next(ends), third]
-    steps = list(generation.continued(model, [[3, 4], [7]], picks, 20, 16, bpe.eos_token_id))
+    steps = list(generation.generate_ids(model, [[3, 4], [7]], picks, 20, 16, bpe.eos_token_id))
     assert [token for row, token in steps if row == 0] == [5]
-    alone = [token for _, token in generation.continued(model, [[7]], [third], 20, 16, None)]
+    alone = [token for _, token in generation.generate_ids(model, [[7]], [third], 20, 16, None)]
     assert [token for row, token in steps if row == 1] == alone[: len(steps) - 1]
 
 
-def test_text_is_told_as_it_is_written_in_whole_characters():
+def test_text_is_streamed_in_whole_characters():
     text = "caf\u00e9 \U0001f600\U0001f680 na\u00efve \u4f60\u597d\n" * 3
     tokenizer = load_tokenizer("bpe-257", lambda: [text], 64)
     ids = tokenizer(text)["input_ids"]
@@ -365,19 +366,19 @@ def test_prompts_come_from_flags_files_and_standard_input(capsys, monkeypatch, c
     lines.write_text("abc\n\nhello")
     assert run("--prompt_file", str(lines)) == both
     rows.write_text('{"prompt": "abc"}\n{"prompt": "a\\nb"}\n')
-    told = [json.loads(line) for line in run("--prompt_file", str(rows), "--json").splitlines()]
-    assert [fact["prompt"] + fact["text"] for fact in told] == [texts["abc"], texts["a\nb"]]
+    written = [json.loads(line) for line in run("--prompt_file", str(rows), "--json").splitlines()]
+    assert [fact["prompt"] + fact["text"] for fact in written] == [texts["abc"], texts["a\nb"]]
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "told"),
+    ("name", "content", "message"),
     [("p.txt", b"\n \n", "no prompt"), ("p.jsonl", b'{"prompt": "a"}\n{"text": "b"}', "line 2"),
      ("p.jsonl", b'{"prompt": 3}', "line 1"), ("p.txt", b"\xff\xfe\xe9", "UTF-8"), ("p.txt", None, "No such file")],
 )  # fmt: skip
-def test_a_file_that_holds_no_prompts_is_refused(tmp_path, name, content, told):
+def test_a_file_that_holds_no_prompts_is_refused(tmp_path, name, content, message):
     if content is not None:
         (tmp_path / name).write_bytes(content)
-    with pytest.raises(UserError, match=told):
+    with pytest.raises(UserError, match=message):
         generation.read_prompts(tmp_path / name)
 
 
@@ -385,7 +386,7 @@ def letters_of(folder):
     return load_checkpoint(folder, torch.device("cpu"))[1]
 
 
-def test_a_closed_standard_input_is_told_and_ctrl_c_has_its_code(capsys, monkeypatch, checkpoint):
+def test_a_closed_standard_input_is_refused_and_ctrl_c_has_its_code(capsys, monkeypatch, checkpoint):
     monkeypatch.setattr("sys.argv", ["hfgpt", "generate", str(checkpoint), "--prompt", "-"])
     monkeypatch.setattr("sys.stdin", None)
     with pytest.raises(UserError, match="standard input is closed"):

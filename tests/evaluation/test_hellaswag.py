@@ -92,7 +92,7 @@ def scored(model, tokenizer, source, batch_size=7, **options):
 
 @torch.no_grad()
 def independent(model, tokenizer, rows: list[dict]) -> dict[str, float]:
-    """The figures, one text at a time, of a stock model that has a row for each entry of the tokenizer or more."""
+    """The results, one text at a time, of a stock model that has a row for each entry of the tokenizer or more."""
     positions = model.config.max_position_embeddings
     right_by_mean, right_by_sum, cropped = [], [], 0
     for row in rows:
@@ -151,7 +151,7 @@ def test_any_causal_model_of_transformers(tokenizer, source, tmp_path):
     assert same(scored(model, tokenizer, source), independent(model, tokenizer, made_up_rows()))
 
 
-def test_padded_rows_take_part_and_are_told(tokenizer, source):
+def test_padded_rows_take_part_and_are_counted(tokenizer, source):
     model = new_model(len(tokenizer) + 20)
     with torch.no_grad():
         model.transformer.wte.weight[len(tokenizer) :] *= 50  # they would take nearly all the mass
@@ -192,7 +192,7 @@ ROW = {"ctx": "the man", "endings": ["sits.", "runs.", "walks.", "throws."], "la
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         ({"label": "4"}, r"row 2: label is '4'; it must be 0 to 3$"),
         ({"label": ""}, "row 2: label is ''.*test split"),
@@ -207,15 +207,15 @@ ROW = {"ctx": "the man", "endings": ["sits.", "runs.", "walks.", "throws."], "la
         ({"endings": ["a" * 500] * 3}, r"row 2: endings is .{60}; it must"),
     ],
 )
-def test_a_broken_row_is_named(tokenizer, tmp_path, changes, told):
+def test_a_broken_row_is_named(tokenizer, tmp_path, changes, message):
     source = written(tmp_path / "rows.jsonl", [ROW, {**ROW, **changes}])
-    with pytest.raises(UserError, match=told) as caught:
+    with pytest.raises(UserError, match=message) as caught:
         scored(new_model(len(tokenizer)), tokenizer, source)
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "message"),
     [
         ("", "holds no example"),
         ("\n \n", "holds no example"),
@@ -225,9 +225,9 @@ def test_a_broken_row_is_named(tokenizer, tmp_path, changes, told):
         ("<html>", "rows.jsonl is a web page"),
     ],
 )
-def test_a_broken_file_is_named(tokenizer, tmp_path, content, told):
+def test_a_broken_file_is_named(tokenizer, tmp_path, content, message):
     (tmp_path / "rows.jsonl").write_text(content)
-    with pytest.raises(UserError, match=told) as caught:
+    with pytest.raises(UserError, match=message) as caught:
         scored(new_model(len(tokenizer)), tokenizer, str(tmp_path / "rows.jsonl"))
     assert "\n" not in str(caught.value)
 
@@ -322,8 +322,8 @@ def test_from_the_hub(tokenizer, tmp_path):
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, cwd=tmp_path)
         commit = server.commit("datasets/Rowan/hellaswag")
     assert done.returncode == 0, done.stderr[-3000:]
-    [told] = [line for line in done.stdout.splitlines() if line.startswith("found ")]
-    found = json.loads(told.removeprefix("found "))
+    [line] = [line for line in done.stdout.splitlines() if line.startswith("found ")]
+    found = json.loads(line.removeprefix("found "))
     assert same(found, independent(new_model(len(tokenizer)), tokenizer, made_up_rows()))
     place = (found["dataset"], found["dataset_split"], found["dataset_revision"])
     assert place == ("Rowan/hellaswag", "validation", commit)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from transformers import GPT2LMHeadModel as StockGPT2
 
-from hfgpt.evaluation.loss import evaluate
+from hfgpt.evaluation.loss import evaluate_tokens
 from hfgpt.model.configuration_gpt2 import model_config
 from hfgpt.model.modeling_gpt2 import GPT2LMHeadModel
 
@@ -37,7 +37,7 @@ def test_loss_and_bits_per_byte_equal_a_plain_loop(model, count, batch_size):
         window = torch.from_numpy(tokens[start : start + T + 1]).long()
         with torch.no_grad():
             nll += F.cross_entropy(stock(window[None, :-1]).logits[0], window[1:], reduction="sum").item()
-    figures = evaluate(
+    metrics = evaluate_tokens(
         model,
         tokens,
         accelerator=Accelerator(),
@@ -45,26 +45,26 @@ def test_loss_and_bits_per_byte_equal_a_plain_loop(model, count, batch_size):
         batch_size=batch_size,
         scored_bytes=int(token_bytes[tokens[1:]].sum()),
     )
-    assert figures["eval_tokens"] == count - 1
-    assert figures["eval_loss"] == pytest.approx(nll / (count - 1), rel=1e-6)
+    assert metrics["eval_tokens"] == count - 1
+    assert metrics["eval_loss"] == pytest.approx(nll / (count - 1), rel=1e-6)
     scored = token_bytes[tokens[1:]].sum()
-    assert figures["eval_bits_per_byte"] == pytest.approx(nll / math.log(2) / scored, rel=1e-6)
+    assert metrics["eval_bits_per_byte"] == pytest.approx(nll / math.log(2) / scored, rel=1e-6)
 
 
 def test_unknown_bytes_give_no_bits_per_byte(model):
     tokens = np.zeros(20, dtype=np.int32)
     options = {"accelerator": Accelerator(), "sequence_length": T, "batch_size": 1}
-    assert evaluate(model, tokens, **options)["eval_bits_per_byte"] is None
+    assert evaluate_tokens(model, tokens, **options)["eval_bits_per_byte"] is None
     assert model.training  # left as it was
 
 
 def test_an_evaluation_that_takes_long_shows_where_it_is_and_a_short_one_nothing(model, monkeypatch, capsys):
     tokens = np.random.default_rng(0).integers(0, V, 40 * T).astype(np.int32)
     options = {"accelerator": Accelerator(cpu=True), "sequence_length": T, "batch_size": 2}
-    evaluate(model, tokens, **options)
+    evaluate_tokens(model, tokens, **options)
     assert capsys.readouterr() == ("", "")
     monkeypatch.setattr("hfgpt.evaluation.loss.PROGRESS_AFTER_SECONDS", 1e-9)
     monkeypatch.setattr("hfgpt.evaluation.loss.PROGRESS_LINE_SECONDS", 0)
-    evaluate(model, tokens, **options)
+    evaluate_tokens(model, tokens, **options)
     out, err = capsys.readouterr()
     assert out == "" and "evaluation" in err and "/20 " in err

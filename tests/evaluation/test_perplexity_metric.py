@@ -18,7 +18,7 @@ from transformers import GPT2Config, Trainer, TrainingArguments
 from transformers import GPT2LMHeadModel as StockGPT2
 
 from hfgpt.errors import UserError
-from hfgpt.evaluation.loss import figures
+from hfgpt.evaluation.loss import loss_metrics
 from hfgpt.evaluation.metrics import PERPLEXITY
 from hfgpt.model.modeling_gpt2 import GPT2LMHeadModel
 
@@ -94,7 +94,7 @@ def test_padding_is_not_scored(metric):
 
 
 @pytest.mark.parametrize(
-    ("predictions", "references", "told"),
+    ("predictions", "references", "message"),
     [
         ([[1.0, 2.0]], [[1]], "row 0: 2 predictions and 1 references"),
         ([[1.0], [2.0]], [[1]], "number of predictions"),
@@ -104,8 +104,8 @@ def test_padding_is_not_scored(metric):
         ([[-1.5]], [[1]], "row 0: a prediction is -1.5"),
     ],
 )
-def test_what_cannot_be_scored_is_named(metric, predictions, references, told):
-    with pytest.raises(ValueError, match=told):
+def test_what_cannot_be_scored_is_named(metric, predictions, references, message):
+    with pytest.raises(ValueError, match=message):
         metric.compute(predictions=predictions, references=references)
 
 
@@ -115,7 +115,7 @@ def test_a_likelihood_of_nothing_is_infinite_not_an_error(metric):
     with pytest.raises(UserError, match="scored_bytes=0"):
         metric.compute(predictions=[[1.0]], references=[[1]], scored_bytes=0)
     with pytest.raises(UserError, match="tokens=0"):
-        figures(0.0, 0)
+        loss_metrics(0.0, 0)
 
 
 def trainer_of(model, metric, output_dir, batch_size, compute_metrics=None, **options) -> Trainer:
@@ -226,8 +226,8 @@ def test_the_trainer_on_two_processes(model, tmp_path):
     command = [*FORKED_TWO, str(script), str(tmp_path / "cache")]
     done = completed(command, environment, timeout=180, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
-    [told] = [line for line in done.stdout.splitlines() if line.startswith("found ")]
-    found = json.loads(told.removeprefix("found "))
+    [line] = [line for line in done.stdout.splitlines() if line.startswith("found ")]
+    found = json.loads(line.removeprefix("found "))
     total, tokens = plain_loop(model)
     assert (found["eval_tokens"], found["eval_perplexity"]) == (
         tokens,

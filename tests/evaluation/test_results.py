@@ -20,7 +20,7 @@ from hfgpt.checkpointing import checkpoint
 from hfgpt.checkpointing.training_state import read_state
 from hfgpt.comparing import compare, read_runs
 from hfgpt.errors import UserError
-from hfgpt.evaluation.results import record_evaluation, recorded_evaluations
+from hfgpt.evaluation.results import read_evaluations, record_evaluation
 from hfgpt.hub import push as hub
 from hfgpt.hub.verify import verify
 
@@ -86,18 +86,18 @@ def test_a_record_says_what_was_measured_when_of_which_weights(folder):
     manifest = json.loads((folder / checkpoint.MANIFEST).read_text())["files"]
     assert first["weights"] == manifest["model.safetensors"]["xxh3_128"] and first["time"] > 1.7e9
     assert second["perplexity"] is None
-    assert recorded_evaluations(folder) == [first, second]
+    assert read_evaluations(folder) == [first, second]
 
 
-def test_lines_cut_short_or_foreign_are_passed_over(folder):
+def test_incomplete_and_unknown_lines_are_ignored(folder):
     path = record_evaluation(folder, "text", TEXT)
-    [first] = recorded_evaluations(folder)
+    [first] = read_evaluations(folder)
     with open(path, "a") as file:
         others = ({**first, "task": "arc"}, {**first, "weights": "0"}, {**first, "loss": None, "dataset": "b"}, [1], 2)
         file.writelines(json.dumps(line) + "\n" for line in others)
         file.write('{"step": 2, "task": "te')
     record_evaluation(folder, "text", {**TEXT, "dataset": "c"})
-    assert [record["dataset"] for record in recorded_evaluations(folder)] == [TEXT["dataset"], "c"]
+    assert [record["dataset"] for record in read_evaluations(folder)] == [TEXT["dataset"], "c"]
     assert path.read_text().endswith("\n")
 
 
@@ -108,7 +108,7 @@ def test_only_a_checkpoint_of_a_run_has_records(folder, tmp_path):
     for other in (alone, plain, folder.parent, tmp_path / "nothing"):
         with pytest.raises(UserError, match="not a checkpoint in the folder of its run"):
             record_evaluation(other, "text", TEXT)
-        assert recorded_evaluations(other) == []
+        assert read_evaluations(other) == []
     rewrite(louder)(folder)
     with pytest.raises(UserError, match=r"model.safetensors is not what manifest.json says"):
         record_evaluation(folder, "text", TEXT)
@@ -119,16 +119,16 @@ def test_a_file_that_cannot_be_written_is_named(folder):
     (folder.parent / "evaluations.jsonl").mkdir()
     with pytest.raises(UserError, match=r"evaluations.jsonl: cannot be written"):
         record_evaluation(folder, "text", TEXT)
-    assert recorded_evaluations(folder) == []
+    assert read_evaluations(folder) == []
 
 
-def test_other_weights_under_the_same_name_have_no_part_in_it(folder):
+def test_other_weights_under_the_same_name_are_ignored(folder):
     record_evaluation(folder, "text", TEXT)
     rewrite(louder)(folder)
     sealed(folder)
-    assert recorded_evaluations(folder) == []
+    assert read_evaluations(folder) == []
     record_evaluation(folder, "text", {**TEXT, "loss": 9.0})
-    assert [record["loss"] for record in recorded_evaluations(folder)] == [9.0]
+    assert [record["loss"] for record in read_evaluations(folder)] == [9.0]
 
 
 def test_the_card_of_a_run_without_evaluation_tells_what_was_recorded(config):
@@ -138,9 +138,9 @@ def test_the_card_of_a_run_without_evaluation_tells_what_was_recorded(config):
         newest, "hellaswag", {**HELLASWAG, "dataset": "rows.jsonl", "dataset_revision": None, "examples": 1}
     )
     card = ModelCard(hub._files(newest, "me/tiny", None, None, None)["README.md"].decode())
-    told = {(one.dataset_type, one.dataset_name, one.metric_type): one.metric_value for one in card.data.eval_results}
+    shown = {(one.dataset_type, one.dataset_name, one.metric_type): one.metric_value for one in card.data.eval_results}
     name = "HellaSwag (rows.jsonl)"
-    assert told == {("hellaswag", name, "acc_norm"): 0.2955, ("hellaswag", name, "acc"): 0.2857}
+    assert shown == {("hellaswag", name, "acc_norm"): 0.2955, ("hellaswag", name, "acc"): 0.2857}
     assert "was not evaluated" not in card.text and "rows.jsonl, 1 examples" in card.text
 
 

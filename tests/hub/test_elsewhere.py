@@ -21,9 +21,9 @@ from running import trained
 
 from hfgpt import PretrainConfig
 from hfgpt.distributed.ranks import Ranks
-from hfgpt.evaluation.generate import load_checkpoint
 from hfgpt.evaluation.hellaswag import hellaswag
-from hfgpt.evaluation.loss import evaluate
+from hfgpt.evaluation.loading import load_checkpoint
+from hfgpt.evaluation.loss import evaluate_tokens
 
 OTHER = os.environ.get("HFGPT_OTHER_PYTHON")
 T = 32
@@ -179,9 +179,9 @@ def rolling(folder, full_context: bool = False) -> float:
     ids = np.array([tokenizer.eos_token_id, *tokenizer(TEXT).input_ids])
     rest = (len(ids) - 1) % T if full_context else 0
     settings = {"accelerator": Accelerator(cpu=True), "sequence_length": T, "batch_size": 2}
-    figures = evaluate(model, ids[: len(ids) - rest], **settings)
-    assert 2 * T <= figures["eval_tokens"] == len(ids) - 1 - rest
-    total = -figures["eval_loss"] * figures["eval_tokens"]
+    metrics = evaluate_tokens(model, ids[: len(ids) - rest], **settings)
+    assert 2 * T <= metrics["eval_tokens"] == len(ids) - 1 - rest
+    total = -metrics["eval_loss"] * metrics["eval_tokens"]
     if rest:
         window = torch.from_numpy(ids[-T - 1 :])
         with torch.no_grad():

@@ -22,7 +22,8 @@ from typer.testing import CliRunner
 from hfgpt.cli import app
 from hfgpt.data.tokenization import load_tokenizer, save_tokenizer
 from hfgpt.errors import UserError
-from hfgpt.evaluation.generate import generate, load_checkpoint
+from hfgpt.evaluation.generate import generate
+from hfgpt.evaluation.loading import load_checkpoint
 from hfgpt.hub.import_export import export, import_nanogpt
 from hfgpt.hub.verify import verify
 from hfgpt.model.modeling_gpt2 import GPT2LMHeadModel, new_model

@@ -4,8 +4,10 @@ import pytest
 import torch
 from transformers import GPT2Config
 
-from hfgpt.model.memory import Setting, saved_bytes, training_memory, weight_copy_bytes
-from hfgpt.model.modeling_gpt2 import HEAD_CHUNK_SIZE, GPT2LMHeadModel, document_attention
+from hfgpt.model.attention_masks import document_attention
+from hfgpt.model.head_loss import HEAD_CHUNK_SIZE
+from hfgpt.model.memory import Setting, StepBytes, training_memory
+from hfgpt.model.modeling_gpt2 import GPT2LMHeadModel
 
 DEEP = {"n_layer": 5, "n_head": 4, "n_embd": 64, "vocab_size": 300, "n_positions": 64}
 WIDE = {"n_layer": 2, "n_head": 3, "n_embd": 192, "vocab_size": 1000, "n_positions": 128}
@@ -50,7 +52,8 @@ def test_what_autograd_keeps_is_what_is_counted(fields, micro_batch, length, pre
     """The last setting has more tokens than the head takes at a time."""
     setting = Setting(micro_batch, length, precision=precision, checkpointing=checkpointing, device="cpu")
     config = gpt2(**fields)
-    expected = saved_bytes(config, setting) + weight_copy_bytes(config, setting, saved=True)
+    step = StepBytes(config, setting)
+    expected = step.saved() + step.weight_copies(only_saved=True)
     assert measured_bytes(config, setting) == pytest.approx(expected, rel=0.002)
 
 
@@ -59,7 +62,8 @@ def test_what_autograd_keeps_is_what_is_counted(fields, micro_batch, length, pre
 def test_dropout_and_the_mask_of_documents_are_counted(precision, dropout):
     setting = Setting(8, 64, precision=precision, device="cpu", document_masking=not dropout)
     config = gpt2(**dropout, **DEEP)
-    expected = saved_bytes(config, setting) + weight_copy_bytes(config, setting, saved=True)
+    step = StepBytes(config, setting)
+    expected = step.saved() + step.weight_copies(only_saved=True)
     assert measured_bytes(config, setting) == pytest.approx(expected, rel=0.002)
 
 
@@ -83,7 +87,7 @@ def gpu(micro_batch: int, **changes) -> Setting:
 @pytest.mark.parametrize(("micro_batch", "lowest", "highest"), [(8, 7.6, 7.6), (16, 12.6, 13.0)])
 def test_known_peaks_with_all_logits_in_memory(micro_batch, lowest, highest):
     """Reported for nanoGPT's model, taken as one micro-batch a step: 16-bit logits go back to the caller, and their
-    logarithms in float32 and 16-bit gradients are there besides. That split was chosen to meet these two figures, so
+    logarithms in float32 and 16-bit gradients are there besides. That split was chosen to meet these two values, so
     that they hold shows only that the rest (weights, activations) leaves room for a plausible one.
     """
     for rows in (50257, 50304):
@@ -94,7 +98,7 @@ def test_known_peaks_with_all_logits_in_memory(micro_batch, lowest, highest):
 
 def test_known_peak_with_a_compiled_loss():
     """18.4 GiB reported at 32 x 1,024: taken for a loss compiled with the model, as the trainer does, which keeps
-    16-bit logits alone. How that figure came about is not known; the count was made from a CPU's compiled graph.
+    16-bit logits alone. How that value came about is not known; the count was made from a CPU's compiled graph.
     """
     for accumulation in (1, 2):
         gib = training_memory(gpt2(vocab_size=50304), gpu(32, accumulation=accumulation)).peak / 2**30

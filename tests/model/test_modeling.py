@@ -19,10 +19,14 @@ from transformers.activations import ACT2FN
 
 from hfgpt import PerplexityCallback
 from hfgpt.errors import UserError
-from hfgpt.model import modeling_gpt2 as modeling_hfgpt
+from hfgpt.model import head_loss as head_loss_module
+from hfgpt.model import modeling_gpt2
+from hfgpt.model.attention_masks import document_attention
 from hfgpt.model.configuration_gpt2 import MODEL_SIZES, model_config
+from hfgpt.model.cpu_kernels import product_attention
 from hfgpt.model.flops import parameter_counts
-from hfgpt.model.modeling_gpt2 import GELU, GPT2LMHeadModel, document_attention, head_loss, product_attention
+from hfgpt.model.head_loss import head_loss
+from hfgpt.model.modeling_gpt2 import GELU, GPT2LMHeadModel
 from hfgpt.training.optimizer import parameter_groups
 
 V, T = 97, 32
@@ -190,7 +194,7 @@ def test_head_loss_keeps_float32_digits_under_bf16_autocast():
 def test_rows_padded_inside_the_head_take_no_probability(monkeypatch):
     x, w, target = torch.randn(20, 32), torch.randn(V, 32), torch.randint(0, V, (20,))
     expected = F.cross_entropy(x @ w.t(), target, reduction="sum")
-    monkeypatch.setattr(modeling_hfgpt, "_pads", lambda weight: True)
+    monkeypatch.setattr(head_loss_module, "_pads", lambda weight: True)
     torch.testing.assert_close(head_loss(x, w, target), expected)
     torch.testing.assert_close(head_loss(torch.zeros(20, 32), w, target) / 20, torch.tensor(math.log(V)))
 
@@ -231,8 +235,8 @@ def test_generation_with_cache_equals_no_cache_and_stock(tmp_path, ids):
 
     past, step_logits = None, []
     for position in range(12):
-        output = model(ids[:, position : position + 1], use_cache=True, **{modeling_hfgpt.CACHE_NAME: past})
-        past = output[modeling_hfgpt.CACHE_NAME]
+        output = model(ids[:, position : position + 1], use_cache=True, **{modeling_gpt2.CACHE_NAME: past})
+        past = output[modeling_gpt2.CACHE_NAME]
         step_logits.append(output.logits)
     torch.testing.assert_close(torch.cat(step_logits, 1), model(ids[:, :12]).logits, atol=1e-5, rtol=0)
 
@@ -374,7 +378,7 @@ def test_a_compiled_bf16_model_multiplies_and_gives_the_same_loss(ids, monkeypat
     with torch.autocast("cpu", torch.bfloat16):
         expected = model(input_ids=ids, labels=ids).loss
         taken = []
-        monkeypatch.setattr(modeling_hfgpt, "product_attention", lambda *a: taken.append(1) or product_attention(*a))
+        monkeypatch.setattr(modeling_gpt2, "product_attention", lambda *a: taken.append(1) or product_attention(*a))
         loss = torch.compile(model, backend="eager")(input_ids=ids, labels=ids).loss
     assert taken
     assert loss.item() == pytest.approx(expected.item(), abs=2e-3)
@@ -407,18 +411,18 @@ def test_accelerate_saves_and_loads_the_tied_matrix_once(tmp_path, ids):
     assert not torch.equal(second.lm_head.weight, first.lm_head.weight)
 
 
-def test_transformers_trainer_gives_it_the_figures_of_stock_gpt2(tmp_path, ids):
+def test_transformers_trainer_gives_the_losses_of_stock_gpt2(tmp_path, ids):
     rows = [{"input_ids": row, "labels": row} for row in ids.tolist()]
     options = {"max_steps": 3, "report_to": "none", "save_strategy": "no", "disable_tqdm": True, "use_cpu": True}
     options |= {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 1, "learning_rate": 0.01}
-    figures = []
+    results = []
     stock = StockGPT2(tiny().config)
     stock.load_state_dict(tiny().state_dict())
     for model in (stock, tiny()):
         arguments = TrainingArguments(str(tmp_path), **options)
         trainer = Trainer(model, arguments, train_dataset=rows, eval_dataset=rows, callbacks=[PerplexityCallback()])
-        figures.append((trainer.train().training_loss, trainer.evaluate()))
-    (stock_loss, stock_evaluation), (loss, evaluation) = figures
+        results.append((trainer.train().training_loss, trainer.evaluate()))
+    (stock_loss, stock_evaluation), (loss, evaluation) = results
     assert loss == pytest.approx(stock_loss, rel=1e-5)
     for key in ("eval_loss", "eval_perplexity"):
         assert evaluation[key] == pytest.approx(stock_evaluation[key], rel=1e-5)
@@ -438,11 +442,11 @@ def test_more_tokens_than_positions_are_refused_with_both_numbers(ids):
     model = tiny()
     too_many = f"{T + 1} tokens, but n_positions is {T}"
     longer = torch.cat([ids, ids[:, :1]], dim=1)
-    cache = model(ids, use_cache=True)[modeling_hfgpt.CACHE_NAME]
+    cache = model(ids, use_cache=True)[modeling_gpt2.CACHE_NAME]
     with pytest.raises(UserError, match=too_many):
         model(longer)
     with pytest.raises(UserError, match=too_many):
-        model(ids[:, :1], **{modeling_hfgpt.CACHE_NAME: cache})
+        model(ids[:, :1], **{modeling_gpt2.CACHE_NAME: cache})
     for use_cache in (True, False):
         options = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None, "use_cache": use_cache}
         assert model.generate(ids[:, :-3], max_new_tokens=4, **options).shape[1] == T + 1

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from transformers import EarlyStoppingCallback
 
 from hfgpt.errors import RunError, UserError
-from hfgpt.evaluation.loss import evaluate
+from hfgpt.evaluation.loss import evaluate_tokens
 from hfgpt.training.callbacks import SampleCallback
 
 
@@ -26,7 +26,7 @@ def test_both_splits_are_evaluated_where_asked(config, streaming, document_folde
     data = both.data
     assert len(data.train_sample) == len(data.validation)
     model, accelerator = both.step.parallel_model, both.machine.accelerator
-    again = evaluate(model, data.train_sample, accelerator=accelerator, sequence_length=16, batch_size=8)
+    again = evaluate_tokens(model, data.train_sample, accelerator=accelerator, sequence_length=16, batch_size=8)
     told = records(both, "eval_loss")
     assert [record["step"] for record in told] == [3, 6]
     assert told[-1]["train_eval_loss"] == pytest.approx(again["eval_loss"], rel=1e-6)

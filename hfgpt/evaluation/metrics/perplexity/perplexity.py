@@ -1,11 +1,6 @@
 """Perplexity of a causal language model from the negative log-likelihood of each token, as an `evaluate` module.
 
-import evaluate
-from hfgpt.evaluation.metrics import PERPLEXITY
-
-metric = evaluate.load(PERPLEXITY)
-metric.add_batch(predictions=[[1.0, 1.0], [3.0] * 8], references=[[5, 7], list(range(8))])
-metric.compute()  # {"loss": 2.6, "perplexity": 13.46, "tokens": 10, "bits_per_byte": None}
+README.md in this folder shows how to use it.
 """
 
 from __future__ import annotations
@@ -19,49 +14,46 @@ import torch
 import torch.nn.functional as F
 
 from hfgpt.errors import UserError
-from hfgpt.evaluation.loss import figures
-
-# What marks a label that is not scored, and a prediction that is none. The Trainer pads both with it.
-NOT_SCORED = -100
+from hfgpt.evaluation.loss import UNSCORED, loss_metrics
 
 DESCRIPTION = """
-Loss, perplexity and bits per byte over all tokens that are scored: sums first, one division at the end. Perplexity is
-exp(sum of the tokens' negative log-likelihoods / number of tokens), and so does not depend on how the tokens came in
-rows, batches and processes.
+Loss, perplexity and bits per byte over all scored tokens: sums first, one division at the end. Perplexity is exp(sum of
+the tokens' negative log-likelihoods / number of tokens), so it does not depend on how the tokens are divided into rows,
+batches and processes.
 """
 
 INPUTS = """
 Args:
     predictions: (rows, tokens of the row) negative log-likelihood of each token in nats; rows may differ in length.
-    references: (rows, tokens of the row) the tokens' labels. What is -100 here or in predictions is not scored.
-    scored_bytes: UTF-8 bytes of the text that the scored tokens stand for, over all rows; for `bits_per_byte`.
+    references: (rows, tokens of the row) the tokens' labels. Tokens with -100 here or in predictions are not scored.
+    scored_bytes: UTF-8 bytes of the text of the scored tokens, over all rows; for `bits_per_byte`.
 
 Returns:
-    loss: nats per token. perplexity: exp(loss), infinite where a float cannot hold it. tokens: how many were scored.
+    loss: nats per token. perplexity: exp(loss), infinite where a float cannot hold it. tokens: the number scored.
     bits_per_byte: None without `scored_bytes`.
 
-Raises UserError, a ValueError, for rows of different shape, for nothing to score, and for what is no likelihood.
+Raises UserError, a ValueError, for rows of different shape, for nothing to score, and for negative or NaN predictions.
 """
 
 
 def token_nll(logits: Any, labels: torch.Tensor) -> torch.Tensor:
-    """(B, T) float32: negative log-likelihood in nats of each label, by the logits (B, T, V) of the position before.
+    """Returns (B, T) float32: the negative log-likelihood in nats of each label, from the logits (B, T, V) before it.
 
-    For the Trainer's `preprocess_logits_for_metrics`: it then keeps one number a token, and no logits. -100 where
-    there is none: for the first label of a row, which no position predicts, and where the label is -100.
+    Pass it to the Trainer as `preprocess_logits_for_metrics`, which then keeps one number per token instead of logits.
+    It is -100 for the first label of a row, which no position predicts, and where the label is -100.
     """
     logits_BTV = logits[0] if isinstance(logits, tuple) else logits  # a model may return more than logits
-    nll_BT = torch.full(labels.shape, float(NOT_SCORED), device=labels.device)
+    nll_BT = torch.full(labels.shape, float(UNSCORED), device=labels.device)
     for nll_T, logits_TV, labels_T in zip(nll_BT, logits_BTV, labels, strict=True):  # by row, as float32 takes memory
         target_T = labels_T[1:]
-        scored_T = target_T != NOT_SCORED
-        nll = F.cross_entropy(logits_TV[:-1].float(), target_T.long(), reduction="none", ignore_index=NOT_SCORED)
-        nll_T[1:][scored_T] = nll[scored_T]
+        is_scored_T = target_T != UNSCORED
+        nll = F.cross_entropy(logits_TV[:-1].float(), target_T.long(), reduction="none", ignore_index=UNSCORED)
+        nll_T[1:][is_scored_T] = nll[is_scored_T]
     return nll_BT
 
 
 class Perplexity(evaluate.Metric):
-    """`compute` returns loss, perplexity, tokens and bits_per_byte; `token_nll` serves the Trainer."""
+    """`compute` returns loss, perplexity, tokens and bits_per_byte; `token_nll` is for the Trainer."""
 
     token_nll = staticmethod(token_nll)
 
@@ -89,19 +81,19 @@ class Perplexity(evaluate.Metric):
             nll_sum += float(scored.sum())
             tokens += len(scored)
         if not tokens:
-            raise UserError(f"no token is scored: of {len(references)} rows each label or prediction is {NOT_SCORED}")
-        return {**figures(nll_sum, tokens, scored_bytes), "tokens": tokens}
+            raise UserError(f"no token is scored: of {len(references)} rows each label or prediction is {UNSCORED}")
+        return {**loss_metrics(nll_sum, tokens, scored_bytes), "tokens": tokens}
 
 
 def _scored(row: int, nll_T: np.ndarray, labels_T: np.ndarray) -> np.ndarray:
-    """The scored part of a row, float64. Raises UserError for what cannot be."""
+    """The scored values of a row, float64. Raises UserError for what is no negative log-likelihood."""
     if nll_T.shape != labels_T.shape:
         raise UserError(f"row {row}: {len(nll_T)} predictions and {len(labels_T)} references; give one for each token")
-    scored = nll_T[(labels_T != NOT_SCORED) & (nll_T != NOT_SCORED)]
+    scored = nll_T[(labels_T != UNSCORED) & (nll_T != UNSCORED)]
     if np.isnan(scored).any():
         raise UserError(f"row {row}: a prediction is nan; look for the step at which the model's weights became so")
-    # Rounding can leave a likelihood a hair above 1.
+    # Rounding can leave a likelihood slightly above 1.
     if len(scored) and scored.min() < -1e-3:
-        told = f"row {row}: a prediction is {scored.min():g}, and no negative log-likelihood is below 0"
-        raise UserError(f"{told}; give -log p of each label, as token_nll does, not log p or logits")
+        problem = f"row {row}: a prediction is {scored.min():g}, and no negative log-likelihood is below 0"
+        raise UserError(f"{problem}; give -log p of each label, as token_nll does, not log p or logits")
     return scored

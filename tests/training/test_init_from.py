@@ -23,7 +23,7 @@ from hfgpt import PretrainConfig
 from hfgpt.data.audit import audit
 from hfgpt.errors import UserError
 from hfgpt.hub.import_export import export
-from hfgpt.model.modeling_gpt2 import own_names
+from hfgpt.model.modeling_gpt2 import to_parameter_names
 from hfgpt.training.pretrainer import evaluate
 
 
@@ -88,7 +88,7 @@ def test_parameters_are_float32_and_old_buffers_and_padding_are_left_behind(begu
     (tmp_path / "half" / "config.json").write_text(json.dumps({**described, "vocab_size": len(padded)}))
     state = prepared(settings(init_from=str(tmp_path / "half"))).step.model.state_dict()
     assert {value.dtype for value in state.values()} == {torch.float32}
-    assert all(state[name].equal(value.float()) for name, value in own_names(tensors).items())
+    assert all(state[name].equal(value.float()) for name, value in to_parameter_names(tensors).items())
     with pytest.raises(UserError, match="a model alone, from which --init_from starts a run"):
         trained(settings(resume_from_checkpoint=str(tmp_path / "half")))
 
@@ -267,7 +267,7 @@ def test_a_model_of_the_hub_is_pinned_and_fetched_by_the_main_process_alone(tmp_
         done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=200)
         assert done.returncode == 0, done.stderr
         assert "is not read" not in done.stderr and hub.requests[before:] == []
-    weights = own_names(load_file(tmp_path / "run" / "checkpoint-2" / "model.safetensors"))
+    weights = to_parameter_names(load_file(tmp_path / "run" / "checkpoint-2" / "model.safetensors"))
     assert all(torch.allclose(weights[name], value, atol=1e-6) for name, value in tensors.items())
     card = (tmp_path / "run" / "checkpoint-3" / "README.md").read_text()
     assert f"begun from | the weights of user/model@{commit}" in card and "base_model: user/model\n" in card

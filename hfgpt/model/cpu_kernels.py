@@ -1,0 +1,42 @@
+"""Formulas that torch.compile turns into faster code for a CPU than torch's fused operators.
+
+Shape suffixes: B batch, H heads, T sequence, D head size.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+PRODUCT_ATTENTION_LENGTH = 512  # up to which `product_attention` is the faster one
+
+
+def is_compiled_for_cpu(x: Tensor) -> bool:
+    """Whether `x` is on a CPU and torch.compile is tracing."""
+    return x.device.type == "cpu" and torch.compiler.is_compiling()
+
+
+def products_are_faster(dtype: torch.dtype, T: int) -> bool:
+    """Whether a compiled model on a CPU uses `product_attention`. In float32 both forms take the same time."""
+    return dtype == torch.bfloat16 and T <= PRODUCT_ATTENTION_LENGTH
+
+
+def product_attention(q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, scale: float) -> Tensor:
+    """Causal attention (B, H, T, D) as two matrix products, which keeps the probabilities (B, H, T, T).
+
+    In bf16, forward and backward take 0.2 of the time of torch's fused attention at T = 64, 0.7 at 256, 0.45 at 512,
+    and 1.6 at 1,024.
+    """
+    T = q_BHTD.shape[-2]
+    future_TT = torch.ones(T, T, dtype=torch.bool, device=q_BHTD.device).triu(1)
+    scores_BHTT = (q_BHTD * scale) @ k_BHTD.transpose(-1, -2)
+    probabilities_BHTT = scores_BHTT.masked_fill(future_TT, -math.inf).softmax(-1, dtype=torch.float32)
+    return probabilities_BHTT.to(v_BHTD.dtype) @ v_BHTD
+
+
+def gelu_by_sigmoid(x: Tensor) -> Tensor:
+    """GELU's tanh approximation 0.5 x (1 + tanh u) as x sigmoid(2 u): exp is vectorised where tanh is not."""
+    x32 = x.float()
+    return (x32 * torch.sigmoid(math.sqrt(8 / math.pi) * (x32 + 0.044715 * x32**3))).to(x.dtype)
