@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerFast
 
-from hfgpt.checkpointing.checkpoint import MANIFEST, MODEL_FILES, fault, refuse_existing, write_folder
+from hfgpt.checkpointing.checkpoint import MANIFEST, MODEL_FILES, find_damage, refuse_existing, write_folder
 from hfgpt.data.tokenization import has_tokenizer, load_tokenizer, save_tokenizer
 from hfgpt.errors import UserError
 from hfgpt.files import read_text_file
@@ -57,7 +57,7 @@ def export(checkpoint: Path, folder: Path, dtype: str = "float32", untie_head: b
     """
     where = f"checkpoint {checkpoint}"
     refuse_existing(folder)
-    if (checkpoint / MANIFEST).exists() and (problem := fault(checkpoint, MODEL_FILES)):
+    if (checkpoint / MANIFEST).exists() and (problem := find_damage(checkpoint, MODEL_FILES)):
         raise UserError(f"{where}: {problem}; take another checkpoint")
     model, tokenizer, said = load_model(checkpoint, where), None, []
     if has_tokenizer(checkpoint):

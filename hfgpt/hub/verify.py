@@ -106,7 +106,7 @@ def verify(folder: str | Path) -> dict[str, Any]:
         raise UserError(f"checkpoint {folder}: no config.json; give a checkpoint folder")
     facts: dict[str, Any] = {"checkpoint": str(folder)}
     problems = []
-    if (folder / checkpoint.MANIFEST).exists() and (fault := checkpoint.fault(folder, checkpoint.MODEL_FILES)):
+    if (folder / checkpoint.MANIFEST).exists() and (fault := checkpoint.find_damage(folder, checkpoint.MODEL_FILES)):
         problems.append(fault)
     missing = [name for name in ("model.safetensors", "generation_config.json") if not (folder / name).is_file()]
     problems += [f"{name} is missing" for name in missing]

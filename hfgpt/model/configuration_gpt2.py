@@ -30,6 +30,11 @@ MODEL_SIZES: dict[str, dict[str, Any]] = {
 }
 
 # What a run may set: the special ids come from the tokenizer, and pretraining has no use for some fields.
+# Fields that change what the model computes.
+ARCHITECTURE_FIELDS = (
+    *("vocab_size", "n_layer", "n_head", "n_embd", "n_positions", "n_inner", "activation_function"),
+    *("layer_norm_epsilon", "scale_attn_weights", "scale_attn_by_inverse_layer_idx", "tie_word_embeddings"),
+)
 _OTHERS = ("bos_token_id", "eos_token_id", "pad_token_id", "add_cross_attention")
 _TYPES = {
     key: hint

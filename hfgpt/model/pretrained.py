@@ -10,14 +10,13 @@ import torch
 from torch import Tensor
 from transformers import GPT2Config, PreTrainedTokenizerFast
 
-from hfgpt.checkpointing.state import FUNCTION
 from hfgpt.checkpointing.training_state import read_state
 from hfgpt.config import AUTO, PretrainConfig
 from hfgpt.data.remote import model_files, pinned_name
 from hfgpt.data.tokenization import has_tokenizer, load_tokenizer
 from hfgpt.distributed.ranks import HostGroup
 from hfgpt.errors import UserError
-from hfgpt.model.configuration_gpt2 import fields_of, model_fields, model_rows
+from hfgpt.model.configuration_gpt2 import ARCHITECTURE_FIELDS, fields_of, model_fields, model_rows
 from hfgpt.model.modeling_gpt2 import GPT2LMHeadModel
 from hfgpt.model.nanogpt_checkpoint import read_nanogpt
 
@@ -128,7 +127,7 @@ def settled(config: PretrainConfig, resumed_from: Path | None) -> PretrainConfig
     problems = [
         f"model.{key}={value}: init_from={name} has {there[key]}; leave model out"
         for key, value in own.items()
-        if key in FUNCTION and key in there and value != there[key]
+        if key in ARCHITECTURE_FIELDS and key in there and value != there[key]
     ]
     if problems:
         raise UserError(*problems)

@@ -207,7 +207,7 @@ def test_a_fault_for_good_is_one_line_with_the_way_out(folder, client, verified,
     assert ("HF_TOKEN" in message) == (tries == 1) and TOKEN not in message
     assert server.count("POST .*/commit/") == tries and len(pauses) == tries - 1
     assert max(pauses, default=0) <= hub.LONGEST_PAUSE_SECONDS and state_of(folder.parent) == before
-    assert checkpoint.fault(folder) is None
+    assert checkpoint.find_damage(folder) is None
 
 
 @pytest.mark.slow
@@ -343,7 +343,7 @@ def test_a_push_that_fails_leaves_a_finished_run(config, client, verified):
         with pytest.raises(RunError, match=r"try again: hfgpt push .*checkpoint-6 me/tiny$"):
             trained(settings)
     run = Path(settings.output_dir)
-    assert checkpoint.fault(run / "checkpoint-6") is None
+    assert checkpoint.find_damage(run / "checkpoint-6") is None
     last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
     assert (last["event"], last["fault"]) == ("end", None)
 
