@@ -105,7 +105,7 @@ def test_padded_rows_are_left_out_and_other_numbers_refused(tmp_path, characters
 def test_without_a_tokenizer_the_model_alone_is_written_and_that_is_said(tmp_path):
     checkpoint = write_checkpoint(tmp_path / "ckpt.pt", random_state())
     said = "\n".join(import_nanogpt(checkpoint, tmp_path / "model", None, None))
-    assert "holds the model only, with all its 24 rows" in said and "without a tokenizer" in said
+    assert "holds only the model, with all its 24 rows" in said and "without a tokenizer" in said
     assert stock_logits(tmp_path / "model").shape == (2, 15, 24)
     with pytest.raises(UserError, match=r"no tokenizer\.json"):
         load_checkpoint(tmp_path / "model")

@@ -151,7 +151,7 @@ def test_the_card_claims_no_figure_of_another_step_and_no_path(folder):
     card = ModelCard(model_card({}, fingerprint, {**trainer, "evaluation_step": 1}))
     assert card.data.eval_results is None and "at step 1, not on this model" in card.text
     assert "alice" not in card.content and card.data.base_model is None
-    assert "| begun from | the weights of model |" in card.text
+    assert "| initial weights | those of model |" in card.text
     assert "not evaluated" in model_card({}, fingerprint, {**trainer, "evaluation": None})
 
 
