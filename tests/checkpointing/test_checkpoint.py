@@ -9,9 +9,10 @@ import pickle
 import shutil
 from functools import partial
 from math import nan
+from pathlib import Path
 
 import pytest
-from running import records, trained
+from running import lines, records, trained
 from safetensors.torch import load_file, save_file
 from tampering import sealed
 
@@ -19,6 +20,8 @@ from hfgpt.checkpointing.checkpoint import MANIFEST, REQUIRED, find_checkpoint, 
 from hfgpt.checkpointing.run_folder import RunFolder
 from hfgpt.errors import UserError
 from hfgpt.evaluation.generate import load_checkpoint
+
+OLD = Path(__file__).parent.parent / "data" / "documents_run"
 
 
 def fill(folder, run_id="this", eval_loss=None):
@@ -317,3 +320,16 @@ def test_an_unfinished_checkpoint_of_a_killed_run_is_deleted(config, tmp_path):
     (rest / "model.safetensors").write_bytes(b"half")
     trained(config(resume_from_checkpoint="latest"))
     assert not list((tmp_path / "run").glob(".checkpoint-*"))
+
+
+def test_a_run_of_an_earlier_version_resumes_as_it_would_have_continued(config, document_folder, tmp_path, monkeypatch):
+    """`documents_run` was written before the library moved into packages, on the text of the fixture, to its step 8."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(OLD, "run")
+    recorded = json.loads((OLD / "run.json").read_text())
+    stated = {key: value for key, value in recorded["config"].items() if key not in ("output_dir", "run_name")}
+    resumed = trained(config("run", **{**stated, "resume_from_checkpoint": "latest"}))
+    assert resumed.resumed.folder.name == "checkpoint-4" and resumed.progress.run_id == recorded["run_id"]
+    assert resumed.folder.ledger.read_text() == (OLD / "ledger.jsonl").read_text()
+    for key in ("loss", "eval_loss"):
+        assert [line[key] for line in records(resumed, key)] == pytest.approx([line[key] for line in lines(OLD, key)])
