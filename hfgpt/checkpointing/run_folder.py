@@ -155,18 +155,15 @@ class RunFolder:
     def check_writable(self) -> None:
         """Raise UserError if the folder cannot be created or written; creates nothing."""
         place = self.path.absolute()
-        longest_path = place / ".checkpoint-999999999.tmp" / "training_state" / "optimizer.safetensors"
+        longest = place / ".checkpoint-999999999.tmp" / "training_state" / "optimizer.safetensors"
         try:
             with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-                os.lstat(longest_path)  # raises OSError if the name is too long
+                os.lstat(longest)  # raises OSError if the name is too long
         except OSError as error:
             raise self._not_writable(error.strerror) from None
-        place = next(path for path in (place, *place.parents) if os.path.lexists(path))
-        if not place.is_dir():
-            what = "a link to nowhere" if place.is_symlink() and not place.exists() else "not a folder"
-            raise self._not_writable(f"{place} is {what}")
-        if not os.access(place, os.W_OK | os.X_OK):
-            raise self._not_writable(f"{place} cannot be written")
+        existing = next(path for path in (place, *place.parents) if os.path.lexists(path))
+        if not (existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)):
+            raise self._not_writable(f"{existing} is no folder, or cannot be written")
 
     def _not_writable(self, problem: str | None) -> UserError:
         return UserError(f"output_dir={self.path}: {problem}; name a folder that can be written")

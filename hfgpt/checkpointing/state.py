@@ -45,7 +45,7 @@ def snapshot(model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> dict[s
     weights: Any = get_model_state_dict(model, options=whole)
     if model.config.tie_word_embeddings:
         weights.pop("lm_head.weight", None)  # is the embedding's
-    # On the CPU, a state dict shares memory with the model, which training goes on to change.
+    # Copied, as a state dict on the CPU shares its memory with the model that training changes.
     copies = {"weights": weights, "optimizer": _flat(state)}
     return {
         part: {name: torch.empty_like(value, device="cpu").copy_(value) for name, value in tensors.items()}

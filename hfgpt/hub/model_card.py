@@ -41,24 +41,22 @@ def model_card(
     later: Sequence[dict[str, Any]] = (),
     tokenizer: Any = None,
 ) -> str:
-    """README.md of a checkpoint. What is not known is left out.
+    """README.md of a checkpoint; what is not known is left out.
 
-    Args:
-        run: Content of run.json, or empty.
-        fingerprint: Of the text, from the data state.
-        trainer: The trainer state.
-        records: `public_records` of the run; with them the card shows the speed, and the loss curve in PLOT.
-        name: Of the model; by default the run's.
-        later: Records of `hfgpt evaluate` and others for this checkpoint.
-        tokenizer: Of the checkpoint.
+    run: content of run.json, or empty. fingerprint: of the text, from the data state. trainer: the trainer state.
+    records: `public_records` of the run; with them the card shows the speed, and the loss curve in PLOT. name: of the
+    model, by default the run's. later: records of what was measured of this checkpoint later.
     """
     config, model, step = trainer["config"], run.get("model"), trainer["step"]
     text, commit = _describe_text(config, fingerprint), fingerprint.get("dataset.commit")
     base = HUB_MODEL.fullmatch(config.get("init_from") or "")
     name = name or config["run_name"] or Path(config["output_dir"]).name or "GPT-2-style model"
-    results = [result for record in later for result in _later_results(record)]
+    results = []
     if trainer["evaluation"] and trainer["evaluation_step"] == step:
-        results = _held_out_results(trainer["evaluation"], config, text, commit) + results
+        dataset = {**config, "dataset_revision": commit} if commit else {"dataset": text}
+        results = _eval_results({**dataset, "task": "text", **trainer["evaluation"]}, HELD_OUT)
+    for record in later:
+        results += _eval_results(record, TEXT if record["task"] == "text" else HELLASWAG)
     data = ModelCardData(
         license=config.get("hub_license"),
         language=split_languages(config.get("hub_language")),
@@ -186,39 +184,24 @@ def _describe_source(record: dict[str, Any]) -> str:
     return "Python's own documentation" if record["dataset"] == "embedded" else Path(record["dataset"]).name
 
 
-def _eval_results(record: dict[str, Any], metrics: dict[str, tuple[str, str]], **dataset: Any) -> list[EvalResult]:
-    """Metadata for each of `metrics` that the record has."""
+def _eval_results(record: dict[str, Any], metrics: dict[str, tuple[str, str]]) -> list[EvalResult]:
+    """Hub metadata of an evaluation record, for each of `metrics` that it has."""
+    is_text, on_hub, name = record["task"] == "text", record.get("dataset_revision"), _describe_source(record)
+    dataset = {
+        "dataset_type": record["dataset"] if on_hub else record["task"],
+        "dataset_name": name if is_text else f"HellaSwag ({name})",
+        # The Hub distinguishes datasets by type, configuration, split and revision, but not by name.
+        "dataset_config": record.get("dataset_name") if on_hub else name,
+        "dataset_split": record.get("dataset_split"),
+        "dataset_revision": on_hub,
+        "dataset_args": None if is_text else {"examples": record.get("examples")},
+    }
+    shared: dict[str, Any] = {"task_type": "text-generation", **dataset}
     return [
-        EvalResult(task_type="text-generation", metric_type=kind, metric_name=name, metric_value=record[key], **dataset)
-        for key, (kind, name) in metrics.items()
+        EvalResult(metric_type=kind, metric_name=metric, metric_value=record[key], **shared)
+        for key, (kind, metric) in metrics.items()
         if record.get(key) is not None
     ]
-
-
-def _held_out_results(
-    evaluation: dict[str, Any], config: dict[str, Any], text: str, commit: str | None
-) -> list[EvalResult]:
-    dataset: dict[str, Any] = {"dataset_type": "text", "dataset_name": text}
-    if commit:
-        dataset = {"dataset_type": config["dataset"], "dataset_name": config["dataset"], "dataset_revision": commit}
-        dataset |= {"dataset_config": config["dataset_name"], "dataset_split": config["dataset_split"]}
-    return _eval_results(evaluation, HELD_OUT, **dataset)
-
-
-def _later_results(record: dict[str, Any]) -> list[EvalResult]:
-    """Metadata of a record of `hfgpt.evaluation.results`."""
-    is_text, on_hub, name = record["task"] == "text", record.get("dataset_revision"), _describe_source(record)
-    return _eval_results(
-        record,
-        TEXT if is_text else HELLASWAG,
-        dataset_type=record["dataset"] if on_hub else record["task"],
-        dataset_name=name if is_text else f"HellaSwag ({name})",
-        # The Hub tells datasets apart by type, configuration, split and revision, but not by name.
-        dataset_config=record.get("dataset_name") if on_hub else name,
-        dataset_split=record.get("dataset_split"),
-        dataset_revision=record.get("dataset_revision"),
-        dataset_args=None if is_text else {"examples": record.get("examples")},
-    )
 
 
 def _result_row(record: dict[str, Any]) -> tuple[str, str]:

@@ -60,19 +60,12 @@ def push(
     license: str | None = None,
     language: str | None = None,
 ) -> str:
-    """Upload the model in a checkpoint folder to `repo_id` (user/name, or name alone); returns the commit's address.
+    """Upload the model in a checkpoint folder, which is only read; returns the address of the commit.
 
-    The folder is only read.
-
-    Args:
-        private: None uses the account's default; True refuses a repository that is public.
-        revision: Branch, created if it does not exist.
-        tag: Name for the commit.
-        license, language: For the card, instead of the run's.
-
-    Raises:
-        UserError: if nothing can be sent.
-        RunError: if the folder does not verify, so that nothing is sent, or the upload fails.
+    repo_id: user/name, or name alone. private: None is the account's default; True refuses a public repository.
+    revision: a branch, created if it does not exist. tag: a name for the commit. license, language: for the card,
+    instead of the run's. Raises UserError if nothing can be sent, and RunError for a folder that does not verify, of
+    which nothing is sent, or an upload that fails.
     """
     token = check_access(repo_id)
     given, folder = folder, Path(folder).resolve()  # checkpoint-latest may point elsewhere before this ends

@@ -129,7 +129,7 @@ def _find_surprises(found: dict[str, Any]) -> list[str]:
     equal = [("n_positions", "model_max_length"), ("dtype", "declared_dtype"), ("vocab_size", "tokenizer_rows")]
     problems += [f"{a} is {found[a]}, {b} {found[b]}" for a, b in equal if found[a] != found[b]]
     for key, (in_tokenizer, in_config, in_generation) in found["ids"].items():
-        # As in GPT-2, a pad token that only stands for another one is not in the model's configuration.
+        # As in GPT-2, config.json has no pad token if the tokenizer pads with another token.
         if in_config not in ({in_tokenizer, None} if key == "pad_token_id" else {in_tokenizer}):
             problems.append(f"{key} is {in_config} in config.json, {in_tokenizer} in the tokenizer")
         if in_generation != in_tokenizer:
