@@ -11,6 +11,7 @@ import faulthandler
 import io
 import json
 import os
+import runpy
 import shutil
 import subprocess
 import sys
@@ -363,11 +364,11 @@ def command_lines(draw):
 def in_this_process(command, **_) -> subprocess.CompletedProcess:
     """What `verify` starts as a process of its own, which would take seconds."""
     out, argv, code, ours = io.StringIO(), sys.argv, 0, sys.modules["hfgpt"]
-    sys.argv = ["-c", *command[3:]]
+    sys.argv = command[2:]  # what follows `python -I`
     err = ""
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(io.StringIO()):
-            exec(compile(command[2], "verify", "exec"), {"__name__": "__main__"})
+            runpy.run_path(command[2], run_name="__main__")
     except BaseException as error:
         code, err = 1, f"{type(error).__name__}: {error}"
     finally:

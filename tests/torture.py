@@ -226,7 +226,7 @@ def latest_fault(run: RunFolder) -> str | None:
     """What is wrong with the folder that `latest` points at; there is none before the first checkpoint."""
     if (name := target(run)) is None:
         return f"no {LATEST} beside checkpoints that were linked" if len(run.checkpoints()) > 1 else None
-    fault = checkpoint.fault(run.path / name)
+    fault = checkpoint.find_damage(run.path / name)
     return f"{LATEST} points at {name}: {fault}" if fault else None
 
 

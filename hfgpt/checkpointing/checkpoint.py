@@ -1,7 +1,7 @@
-"""Checkpoints: one folder that is both a Hub model folder and the point to resume from.
+"""Checkpoints: folders that are both a Hub model folder and the point to resume from.
 
-Safetensors and JSON only. A folder is written aside, synced to disk and renamed, its manifest last, so that a name
-`checkpoint-N` always means a whole checkpoint.
+A folder is written under a temporary name, its manifest last, synced to disk and renamed, so that a folder called
+`checkpoint-N` is always complete. It holds safetensors and JSON only.
 """
 
 from __future__ import annotations
@@ -32,103 +32,101 @@ REQUIRED = (
 
 
 def write_checkpoint(run: RunFolder, step: int, write: Callable[[Path], None], keep: int | None) -> Path:
-    """Let `write` fill a folder, then make it `checkpoint-<step>`, newest of the run; keep `keep` (None: all).
+    """Let `write` fill a folder, make it `checkpoint-<step>`, the newest of the run, and delete all but `keep`.
 
-    Of these one is the best by evaluation loss, if there is room for it beside the newest. Raises OSError, and leaves
-    what was there as it was, where the folder cannot be written.
+    Raises OSError, and leaves the run's other checkpoints as they were, if the folder cannot be written.
     """
     final = run.checkpoint(step)
 
-    def fill(aside: Path) -> None:
-        (aside / STATE).mkdir()
-        write(aside)
+    def fill(folder: Path) -> None:
+        (folder / STATE).mkdir()
+        write(folder)
         for path in filter(Path.exists, (run.metrics, run.ledger)):
-            _sync(path)  # a checkpoint must not outlive the records
+            _sync(path)  # the records must reach the disk before the checkpoint
 
-    aside = _written_aside(final, fill)
-    if final.exists():  # a broken folder of this step: a whole one would have been resumed
+    temporary = _write_temporary(final, fill)
+    if final.exists():  # a damaged one: the run would have resumed from a complete one
         _remove(final)
-    os.rename(aside, final)
-    if point(run, LATEST, final):
+    os.rename(temporary, final)
+    if link(run, LATEST, final):
         rotate(run, final, keep)
     return final
 
 
 def write_folder(final: Path, write: Callable[[Path], None]) -> None:
-    """Let `write` fill a folder, then give it its name, with a manifest: a model on its own, outside of any run.
+    """Let `write` fill a folder outside of any run, add a manifest, and give it its name.
 
-    Raises UserError where there is something of that name, or the folder cannot be written.
+    Raises UserError if there is a file or folder of that name, or it cannot be written.
     """
     refuse_existing(final)
     try:
-        os.rename(_written_aside(final.absolute(), write), final)
+        os.rename(_write_temporary(final.absolute(), write), final)
         _sync(final.absolute().parent)
     except OSError as error:
         raise UserError(f"{final}: {error.strerror or error}; name a folder that can be written") from error
 
 
 def refuse_existing(folder: Path) -> None:
-    """Raise UserError where there is something of that name, be it a link to nowhere."""
-    if folder.exists() or folder.is_symlink():
+    """Raise UserError if there is a file, folder or link of that name."""
+    if os.path.lexists(folder):
         raise UserError(f"{folder}: exists already, and nothing is overwritten; name a new folder")
 
 
-def _written_aside(final: Path, write: Callable[[Path], None]) -> Path:
-    """The folder that is to become `final`, filled by `write`, with its manifest, all on disk."""
-    aside = final.with_name(f".{final.name}.tmp")
-    _remove(aside)
+def _write_temporary(final: Path, write: Callable[[Path], None]) -> Path:
+    """The folder that is to become `final`, filled by `write`, with its manifest, synced to disk."""
+    temporary = final.with_name(f".{final.name}.tmp")
+    _remove(temporary)
     try:
-        aside.mkdir(parents=True)
-        write(aside)
-        files = sorted(path for path in aside.rglob("*") if path.is_file())
+        temporary.mkdir(parents=True)
+        write(temporary)
+        files = sorted(path for path in temporary.rglob("*") if path.is_file())
         for path in files:
-            path.chmod(aside.stat().st_mode & 0o666)  # safetensors makes files for their owner alone
+            path.chmod(temporary.stat().st_mode & 0o666)  # safetensors makes files that only their owner can read
             _sync(path)
-        write_json(
-            aside / MANIFEST, {"files": {path.relative_to(aside).as_posix(): file_facts(path) for path in files}}
-        )
-        for folder in (*filter(Path.is_dir, aside.rglob("*")), aside):
+        facts = {path.relative_to(temporary).as_posix(): file_facts(path) for path in files}
+        write_json(temporary / MANIFEST, {"files": facts})
+        for folder in (*filter(Path.is_dir, temporary.rglob("*")), temporary):
             _sync(folder)
     except BaseException:
-        _remove(aside)  # the room it takes is needed
+        _remove(temporary)  # the disk may be full
         raise
-    return aside
+    return temporary
 
 
-def point(run: RunFolder, name: str, folder: Path) -> bool:
-    """Make `name` stand for one of the run's checkpoints; whether that could be done."""
-    link, place = run.path / f".{name}.tmp", run.path / name
+def link(run: RunFolder, name: str, folder: Path) -> bool:
+    """Point the link `name` at one of the run's checkpoints. Returns whether that worked."""
+    temporary, final = run.path / f".{name}.tmp", run.path / name
     try:
-        link.unlink(missing_ok=True)
-        link.symlink_to(folder.name)
-        if place.is_dir() and not place.is_symlink():  # made by a copy that follows links
-            run.abandon(place)
-        os.replace(link, place)
+        temporary.unlink(missing_ok=True)
+        temporary.symlink_to(folder.name)
+        if final.is_dir() and not final.is_symlink():  # made by a copy of the run that follows links
+            run.abandon(final)
+        os.replace(temporary, final)
         _sync(run.path)
     except OSError as error:  # not every file system has links
-        logger.warning("%s could not be made to point at %s: %s", place, folder.name, error)
+        logger.warning("%s could not be linked to %s: %s", final, folder.name, error)
         return False
     return True
 
 
-def go_on_from(run: RunFolder, resumed: Path | None, step: int, keep: int | None) -> None:
-    """Drop from the run's folder what lies after `step`, at which it goes on from checkpoint `resumed` (None: begins).
+def rewind_run(run: RunFolder, checkpoint: Path | None, step: int, keep: int | None) -> None:
+    """Drop what the run's folder holds of later steps than `step`, where it resumes from `checkpoint` (None: starts).
 
-    A process may have been killed between naming a checkpoint and the link and rotation, which are made up for.
+    Also makes up for a link or a rotation that is missing because the process was killed before it.
     """
-    own = [folder for folder in run.checkpoints() if resumed and folder.samefile(resumed)]
-    if resumed and not own:
-        run.take_records(resumed.resolve().parent)
-    linked = all([point(run, LATEST, folder) for folder in own])  # first, as later checkpoints lose their names
-    run.rewind(step if resumed else -1)
-    for folder in own if linked else []:
+    own = [folder for folder in run.checkpoints() if checkpoint and folder.samefile(checkpoint)]
+    if checkpoint and not own:
+        run.copy_records(checkpoint.resolve().parent)
+    is_linked = all([link(run, LATEST, folder) for folder in own])  # before later checkpoints are renamed
+    run.rewind(step if checkpoint else -1)
+    for folder in own if is_linked else []:
         rotate(run, folder, keep)
 
 
 def rotate(run: RunFolder, newest: Path, keep: int | None) -> None:
-    """Keep `keep` (None: all) checkpoints of the run that wrote `newest`: that one, the best one, the newest others.
+    """Delete all but `keep` (None: all) checkpoints of the run that wrote `newest`, and link the best of the rest.
 
-    What is left of them is known as best from then on, if any was evaluated.
+    `newest` is kept, then the one with the lowest evaluation loss, then the newest others.
     """
     run_id = read_state(newest, "trainer_state")["run_id"]
     losses = {}
@@ -136,30 +134,30 @@ def rotate(run: RunFolder, newest: Path, keep: int | None) -> None:
         try:
             state = read_state(folder, "trainer_state")
         except UserError:
-            continue  # not ours to judge
+            continue  # not written by this run
         if state["run_id"] == run_id:
-            evaluated = state["evaluation"] and state["evaluation_step"] == state["step"]
-            losses[folder] = state["evaluation"]["eval_loss"] if evaluated else math.inf
+            is_evaluated = state["evaluation"] and state["evaluation_step"] == state["step"]
+            losses[folder] = state["evaluation"]["eval_loss"] if is_evaluated else math.inf
     best = min(losses, key=lambda folder: losses[folder])
     ranked = sorted(losses, key=lambda folder: (folder != newest, folder != best))  # stable: the others newest first
     best = min(ranked[:keep], key=lambda folder: losses[folder])
     if losses[best] < math.inf:
-        point(run, BEST, best)
+        link(run, BEST, best)
     for old in ranked[keep:] if keep else []:
         _remove(old)
 
 
 def _remove(folder: Path) -> None:
-    """Under another name first, so that a folder half removed is not taken for a checkpoint."""
+    """Delete a folder under another name, so that no partly deleted one is taken for a checkpoint."""
     if folder.exists() and not folder.is_symlink():
-        going = folder.with_name(f".{folder.name.strip('.')}.removed")
-        remove(going)
-        folder = folder.rename(going)
+        renamed = folder.with_name(f".{folder.name.strip('.')}.removed")
+        remove(renamed)
+        folder = folder.rename(renamed)
     remove(folder)
 
 
-def fault(folder: Path, required: Sequence[str] = REQUIRED) -> str | None:
-    """What is wrong with a checkpoint folder by its manifest, or None when it is whole and has what is `required`."""
+def find_damage(folder: Path, required: Sequence[str] = REQUIRED) -> str | None:
+    """Compare a checkpoint folder with its manifest; None if it is complete and has the `required` files."""
     try:
         files = json.loads(read_text_file(folder / MANIFEST))["files"]
         for name in required:
@@ -176,30 +174,19 @@ def fault(folder: Path, required: Sequence[str] = REQUIRED) -> str | None:
             if file_facts(path) != facts:
                 return f"{name} is damaged (its hash differs from the one in {MANIFEST})"
     except FileNotFoundError:
-        return f"{MANIFEST} is missing: it was not written to its end"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:  # links in a circle, too
+        return f"{MANIFEST} is missing: the checkpoint is incomplete"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:  # circular links too
         return f"{MANIFEST} is unreadable: {error}"
     return None
 
 
 def find_checkpoint(run: RunFolder, wanted: str) -> Path | None:
-    """The checkpoint to resume from: `wanted` is a folder, "latest" (None when there is none) or "never".
+    """The checkpoint to resume from: `wanted` is a folder, "latest" or "never"; None to start at step 1.
 
-    "latest" is the run's newest whole one; broken and foreign ones are named and passed over. Raises UserError for a
-    folder that is not a whole checkpoint, and for a run folder that would be overwritten.
+    Raises UserError for a folder that is not a complete checkpoint, and for a run folder that would be overwritten.
     """
     if wanted == "latest":
-        for folder in run.checkpoints():
-            if (problem := fault(folder) or _foreign(folder, run.run_id())) is None:
-                return folder
-            logger.warning("%s is not used: %s", folder, problem)
-        if run.checkpoints():
-            raise UserError(
-                f"resume_from_checkpoint=latest: no whole checkpoint in {run.path}; start anew in another output_dir"
-            )
-        if run.holds_run():
-            logger.warning("the run in %s has no checkpoint yet: it starts at step 1 again", run.path)
-        return None
+        return _find_latest(run)
     if wanted == "never":
         if run.holds_run():
             raise UserError(
@@ -211,12 +198,12 @@ def find_checkpoint(run: RunFolder, wanted: str) -> Path | None:
     if not folder.is_dir():
         known = ", ".join(path.name for path in run.checkpoints()) or "none"
         raise UserError(f"resume_from_checkpoint={wanted}: no such folder; checkpoints in {run.path}: {known}")
-    if problem := fault(folder):
+    if damage := find_damage(folder):
         if (folder / "run.json").exists():
-            problem = "it is a run folder, not a checkpoint"
+            damage = "it is a run folder, not a checkpoint"
         elif (folder / "config.json").exists() and not (folder / STATE).exists():
-            problem = "it holds a model alone, from which --init_from starts a run"
-        raise UserError(f"resume_from_checkpoint={wanted}: {problem}; name another one, or use latest")
+            damage = "it holds only a model, from which --init_from starts a run"
+        raise UserError(f"resume_from_checkpoint={wanted}: {damage}; name another one, or use latest")
     if run.holds_run() and folder.resolve().parent != run.path.resolve():
         raise UserError(
             f"output_dir={run.path} already holds a run other than that of resume_from_checkpoint={wanted}; "
@@ -225,8 +212,23 @@ def find_checkpoint(run: RunFolder, wanted: str) -> Path | None:
     return folder
 
 
-def _foreign(folder: Path, run_id: str | None) -> str | None:
-    """Why a whole folder is not one of the run's checkpoints, or None."""
+def _find_latest(run: RunFolder) -> Path | None:
+    """The run's newest complete checkpoint, with a warning for each newer one that is not; None if there is none."""
+    for folder in run.checkpoints():
+        if (problem := find_damage(folder) or _find_mismatch(folder, run.run_id())) is None:
+            return folder
+        logger.warning("%s is not used: %s", folder, problem)
+    if run.checkpoints():
+        raise UserError(
+            f"resume_from_checkpoint=latest: no complete checkpoint in {run.path}; start again in another output_dir"
+        )
+    if run.holds_run():
+        logger.warning("the run in %s has no checkpoint yet: it starts at step 1 again", run.path)
+    return None
+
+
+def _find_mismatch(folder: Path, run_id: str | None) -> str | None:
+    """Why a complete folder is not one of the run's checkpoints, or None."""
     try:
         state = read_state(folder, "trainer_state")
     except UserError as error:
@@ -237,7 +239,7 @@ def _foreign(folder: Path, run_id: str | None) -> str | None:
 
 
 def file_facts(path: Path) -> dict[str, Any]:
-    """Size in bytes and hash, as a manifest has them."""
+    """Size in bytes and hash, as in a manifest."""
     digest = xxhash.xxh3_128()
     with open(path, "rb") as file:
         while chunk := file.read(1 << 24):

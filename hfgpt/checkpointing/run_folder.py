@@ -1,4 +1,23 @@
-"""The run folder: the one place that knows its file names, and the records in it."""
+"""The run folder: its file names, its records, and the lock that keeps a second run out of it.
+
+    output_dir/
+      run.json              written at start: config, model, plan, versions, device, data fingerprint, run_id
+      metrics.jsonl         a line per training, evaluation and event record
+      ledger.jsonl          a line per step: which text went into it
+      evaluations.jsonl     what was measured of its checkpoints later
+      traceback.txt         of a crash; traceback-process-1.txt of another process
+      .lock                 held by the process that trains here
+      checkpoint-1000/      a Hub model folder that is also the point to resume from
+        config.json  generation_config.json  model.safetensors  tokenizer.json  tokenizer_config.json  README.md
+        training_state/     optimizer.safetensors  trainer_state.json  data_state.json
+        manifest.json       size and hash of each file; written last
+      checkpoint-latest     link to the newest checkpoint
+      checkpoint-best       link to the one with the lowest evaluation loss
+      .checkpoint-1000.tmp  a checkpoint while it is written
+      abandoned-*           later checkpoints, set aside when the run resumed from an earlier one
+
+`checkpoint.py` writes and finds checkpoints, `state.py` knows their tensors, `training_state.py` their JSON.
+"""
 
 from __future__ import annotations
 
@@ -31,47 +50,52 @@ LOCK = ".lock"
 
 
 def write_json(path: Path, content: Any) -> None:
+    """Write a JSON file, whole or not at all."""
     _replace(path, (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode(errors="backslashreplace"))
 
 
 def _replace(path: Path, content: bytes) -> None:
-    """Whole or not at all: written aside, then renamed over `path`."""
-    aside = path.with_name(f".{path.name}.tmp")
-    aside.unlink(missing_ok=True)  # it might be a link to somewhere else
+    """Write `content` under a temporary name, sync it, and rename it to `path`."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.unlink(missing_ok=True)  # it might be a link to somewhere else
     try:
-        with open(aside, "xb") as file:
+        with open(temporary, "xb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(aside, path)
+        os.replace(temporary, path)
     except OSError:
-        remove(aside)  # the room it takes is needed
+        remove(temporary)  # the disk may be full
         raise
 
 
 def remove(path: Path) -> None:
-    """A file, a link alone, or a folder with all in it; what cannot be removed stays."""
+    """Delete a file, a link (not its target), or a folder with its content; errors are ignored."""
     with contextlib.suppress(OSError):
         shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
 def is_count(value: Any) -> bool:
-    """Whether a value from a file is a whole number of steps, tokens or the like."""
+    """Whether a value from a file is a number of steps, tokens or the like."""
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
 
 
-def _whole_lines(path: Path) -> list[dict[str, Any]]:
-    found = []
-    for line in path.read_bytes().splitlines() if path.is_file() else []:
-        with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
-            record = json.loads(line)
-            found += [record] if is_count(record["step"]) else []
-    return found
+def _parse_record(line: bytes) -> dict[str, Any] | None:
+    """The record in a line of a .jsonl file; None for a broken line, or one without a step."""
+    with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
+        record = json.loads(line)
+        return record if is_count(record["step"]) else None
+    return None
 
 
-def _timed(values: dict[str, Any]) -> dict[str, Any]:
-    """The values of a record, with null for numbers that JSON does not have, and the time."""
-    values = {k: v.item() if getattr(v, "ndim", None) == 0 else v for k, v in values.items()}  # of a callback
+def _read_records(path: Path) -> list[dict[str, Any]]:
+    lines = path.read_bytes().splitlines() if path.is_file() else []
+    return [record for record in map(_parse_record, lines) if record is not None]
+
+
+def _with_time(values: dict[str, Any]) -> dict[str, Any]:
+    """A record with the time; NaN and infinity, which JSON does not have, become null."""
+    values = {k: v.item() if getattr(v, "ndim", None) == 0 else v for k, v in values.items()}  # callbacks log tensors
     values = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
     return {**values, "time": time.time()}
 
@@ -79,8 +103,7 @@ def _timed(values: dict[str, Any]) -> dict[str, Any]:
 class RunFolder:
     """`output_dir`: run.json, metrics.jsonl, ledger.jsonl, evaluations.jsonl and the checkpoints of one run.
 
-    evaluations.jsonl holds what was measured of its checkpoints from outside, at any time; the run itself neither reads
-    nor changes it. Only the main process writes; elsewhere (`writes=False`) every record is dropped.
+    Only the main process writes; on the others (`writes=False`) every record is dropped.
     """
 
     def __init__(self, path: str | Path, writes: bool = True) -> None:
@@ -89,7 +112,6 @@ class RunFolder:
         self.metrics = self.path / "metrics.jsonl"
         self.ledger = self.path / "ledger.jsonl"
         self.evaluations = self.path / "evaluations.jsonl"
-        self.traceback = self.path / "traceback.txt"
         self._lock: Any = None
         self._unwritten: dict[Path, list[str]] = {self.metrics: [], self.ledger: []}
 
@@ -97,7 +119,7 @@ class RunFolder:
         return self.path / f"checkpoint-{step}"
 
     def checkpoints(self) -> list[Path]:
-        """Checkpoint folders, newest (highest step) first, whole or not."""
+        """Checkpoint folders, newest (highest step) first, complete or not."""
         if not self.path.is_dir():
             return []
         found = [path for path in self.path.iterdir() if CHECKPOINT.match(path.name) and path.is_dir()]
@@ -107,67 +129,65 @@ class RunFolder:
         return self.metrics.exists() or self.run_json.exists() or bool(self.checkpoints())
 
     def facts(self) -> dict[str, Any]:
-        """Content of run.json; empty where there is none that can be read."""
+        """Content of run.json; empty if it cannot be read."""
         with contextlib.suppress(OSError, ValueError, RecursionError):
             facts = json.loads(read_text_file(self.run_json))
             return facts if isinstance(facts, dict) else {}
         return {}
 
     def run_id(self) -> str | None:
-        """The run's own name, by which its checkpoints know it; None where there is no run.json."""
+        """The id that is also in each of the run's checkpoints; None without a run.json."""
         return self.facts().get("run_id")
 
     def records(self) -> list[dict[str, Any]]:
-        """The whole lines of metrics.jsonl; each has a step."""
-        return _whole_lines(self.metrics)
+        """The records of metrics.jsonl; each has a step."""
+        return _read_records(self.metrics)
 
     def evaluation_records(self) -> list[dict[str, Any]]:
-        """The whole lines of evaluations.jsonl, oldest first; each has a step."""
-        return _whole_lines(self.evaluations)
+        """The records of evaluations.jsonl, oldest first; each has a step."""
+        return _read_records(self.evaluations)
 
     def evaluation(self, step: int) -> dict[str, Any]:
-        """The evaluation record of a step, empty if there is none."""
+        """The evaluation record of a step; empty if there is none."""
         found = [record for record in self.records() if record["step"] == step and record.get("eval_loss") is not None]
         return found[-1] if found else {}
 
     def check_writable(self) -> None:
-        """Raise UserError where the folder cannot be made or written, before anything is."""
-        fault: str | None = None
+        """Raise UserError if the folder cannot be created or written; creates nothing."""
+        place = self.path.absolute()
+        longest = place / ".checkpoint-999999999.tmp" / "training_state" / "optimizer.safetensors"
         try:
-            place, longest = self.path.absolute(), self.path / ".checkpoint-999999999.tmp" / "training_state"
-            str(place).encode()  # records name it
             with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-                os.lstat(longest.absolute() / "optimizer.safetensors")  # may be too long a name
-            while not fault and not place.exists():
-                fault = f"{place} is a link to nowhere" if place.is_symlink() else None
-                place = place.parent
-            if not fault and not place.is_dir():
-                fault = f"{place} is not a folder"
-            elif not fault and not os.access(place, os.W_OK | os.X_OK):
-                fault = f"{place} cannot be written"
-        except UnicodeEncodeError:
-            fault = "its name is not valid text"
-        except (OSError, ValueError) as error:
-            fault = getattr(error, "strerror", None) or str(error)
-        if fault:
-            raise self._not_writable(fault)
+                os.lstat(longest)  # raises OSError if the name is too long
+        except OSError as error:
+            raise self._not_writable(error.strerror) from None
+        existing = next(path for path in (place, *place.parents) if os.path.lexists(path))
+        if not (existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)):
+            raise self._not_writable(f"{existing} is no folder, or cannot be written")
+
+    def _not_writable(self, problem: str | None) -> UserError:
+        return UserError(f"output_dir={self.path}: {problem}; name a folder that can be written")
 
     def check_free(self) -> None:
-        """Raise UserError where another process is at work in the folder; writes nothing."""
+        """Raise UserError if another process trains in the folder; writes nothing."""
         if fcntl is not None and (self.path / LOCK).exists():
             self._hold(fcntl.LOCK_SH)
             self.close()
 
     def claim(self) -> None:
-        """Hold the folder, which is made, until `close` or the process ends. Raises UserError like `check_free`."""
+        """Create the folder and lock it until `close` or the process ends. Raises UserError like `check_free`."""
         if fcntl is not None and self.writes:
-            self._make()
+            try:
+                self.path.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise self._not_writable(error.strerror) from None
             self._hold(fcntl.LOCK_EX)
-            with contextlib.suppress(OSError):  # a full disk: who holds it is not named then
+            with contextlib.suppress(OSError):  # on a full disk the message of a second run names no process
                 os.ftruncate(self._lock.fileno(), 0)
                 os.write(self._lock.fileno(), f"process {os.getpid()} on {socket.gethostname()}".encode())
 
     def close(self) -> None:
+        """Release the lock."""
         if self._lock is not None:
             self._lock.close()
             self._lock = None
@@ -185,33 +205,23 @@ class RunFolder:
             holder = self._lock.read().decode() or "another process"
             self.close()
             raise UserError(
-                f"output_dir={self.path}: a run is at work in it ({holder}); name another one, or end that run first"
+                f"output_dir={self.path}: another run is using it ({holder}); name another folder, or stop that run"
             ) from None
         except OSError as error:  # not every file system has locks
             logger.warning("%s cannot be locked (%s): start no second run in it", self.path, error.strerror)
 
     def start(self, facts: dict[str, Any]) -> None:
-        """Make the folder and write run.json. Raises UserError where that cannot be."""
-        if not self.writes:
-            return
-        self._make()
-        try:
-            write_json(self.run_json, facts)
-        except OSError as error:
-            raise self._not_writable(error.strerror) from None
-
-    def _make(self) -> None:
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise self._not_writable(error.strerror) from None
-
-    def _not_writable(self, fault: str | None) -> UserError:
-        return UserError(f"output_dir={self.path}: {fault}; name a folder that can be written")
+        """Create the folder and write run.json. Raises UserError if that fails."""
+        if self.writes:
+            try:
+                self.path.mkdir(parents=True, exist_ok=True)
+                write_json(self.run_json, facts)
+            except OSError as error:
+                raise self._not_writable(error.strerror) from None
 
     def keep_traceback(self, error: BaseException, rank: int) -> Path | None:
-        """Write the traceback of what ended the run into its folder, of any process; None where that cannot be."""
-        path = self.traceback if rank == 0 else self.traceback.with_stem(f"{self.traceback.stem}-process-{rank}")
+        """Write the traceback of a crash, on any process; None if that fails."""
+        path = self.path / (f"traceback-process-{rank}.txt" if rank else "traceback.txt")
         try:
             _replace(path, "".join(traceback.format_exception(error)).encode(errors="replace"))
         except OSError:
@@ -219,59 +229,57 @@ class RunFolder:
         return path
 
     def record(self, **values: Any) -> None:
-        """One line of metrics.jsonl. Numbers that JSON does not have (NaN, infinity) become null."""
-        self._append(self.metrics, _timed(values))
+        """Add a line to metrics.jsonl. NaN and infinity become null."""
+        self._append(self.metrics, _with_time(values))
+
+    def record_text(self, **values: Any) -> None:
+        """Add a line to ledger.jsonl: which text went into a step."""
+        self._append(self.ledger, values)
 
     def record_evaluation(self, **values: Any) -> None:
-        """One line of evaluations.jsonl, also while a run is at work. Raises UserError where it cannot be written."""
-        line = (json.dumps(_timed(values), ensure_ascii=False) + "\n").encode()
+        """Add a line to evaluations.jsonl, also while the run trains. Raises UserError if it cannot be written."""
+        line = (json.dumps(_with_time(values), ensure_ascii=False) + "\n").encode()
         try:
             with open(self.evaluations, "ab+", buffering=0) as file:
                 if file.tell():
                     file.seek(-1, os.SEEK_END)
-                    line = line if file.read(1) == b"\n" else b"\n" + line  # one before was cut short
+                    line = line if file.read(1) == b"\n" else b"\n" + line  # the last write was interrupted
                 file.write(line)  # at the end in one go, wherever the file is read
         except OSError as error:
             raise UserError(f"{self.evaluations}: cannot be written ({error.strerror}); nothing was recorded") from None
 
-    def record_text(self, **values: Any) -> None:
-        """One line of ledger.jsonl: what text went into a step."""
-        self._append(self.ledger, values)
-
     def rewind(self, step: int) -> None:
-        """Drop the records of steps after `step`, which a resumed run makes again, and a line cut short.
+        """Drop the records of later steps, which the resumed run makes again, and incomplete lines.
 
-        Checkpoints of later steps belong to the course that was left: they are renamed, so that none of them is
-        taken for the newest. What a killed process left of a checkpoint is removed.
+        Later checkpoints are renamed, so that none of them counts as the newest. Unfinished ones are deleted.
         """
-        for rest in self.path.glob(".checkpoint-*") if self.writes else []:
-            remove(rest)
-        for folder in self.checkpoints() if self.writes else []:
+        if not self.writes:
+            return
+        for unfinished in self.path.glob(".checkpoint-*"):
+            remove(unfinished)
+        for folder in self.checkpoints():
             if int(folder.name.split("-")[1]) > step:
                 self.abandon(folder)
-        for path in (self.metrics, self.ledger):
-            if not self.writes or not path.exists():
-                continue
+        for path in filter(Path.exists, (self.metrics, self.ledger)):
             kept = []
             for line in path.read_bytes().splitlines(keepends=True):
-                try:
-                    if line.endswith(b"\n") and json.loads(line)["step"] <= step:
-                        kept.append(line)
-                except (ValueError, KeyError, TypeError, RecursionError):
-                    continue
+                record = _parse_record(line)
+                if record is not None and record["step"] <= step and line.endswith(b"\n"):
+                    kept.append(line)
             _replace(path, b"".join(kept))
 
-    def take_records(self, other: Path) -> None:
-        """Begin with the records of the run in `other`, which goes on here."""
+    def copy_records(self, other: Path) -> None:
+        """Start with the records of the run in `other`, which continues here."""
         for path in (self.metrics, self.ledger):
-            if (there := other / path.name).is_file() and not path.exists():
-                _replace(path, there.read_bytes())
+            if (source := other / path.name).is_file() and not path.exists():
+                _replace(path, source.read_bytes())
 
     def abandon(self, folder: Path) -> None:
-        """Keep a folder under a name that is not taken for a checkpoint."""
+        """Rename a folder, so that it no longer counts as a checkpoint."""
         folder.rename(folder.with_name(f"abandoned-{time.time_ns()}-{folder.name}"))
 
     def _append(self, path: Path, values: dict[str, Any]) -> None:
+        """Add a line; if the disk is full, keep it for the next call, as training need not stop for that."""
         if not self.writes:
             return
         lines = self._unwritten[path]
@@ -279,11 +287,11 @@ class RunFolder:
         try:
             with open(path, "ab", buffering=0) as file:
                 start = file.tell()
-                text = "".join(lines).encode(errors="backslashreplace")  # which JSON reads as the same
+                text = "".join(lines).encode(errors="backslashreplace")
                 if file.write(text) < len(text):
-                    file.truncate(start)  # no half line: what follows must stand on a line of its own
+                    file.truncate(start)  # leave no partial line
                     return
             lines.clear()
-        except OSError as error:  # a full disk, say: training need not end for that
+        except OSError as error:
             if len(lines) == 1:
                 logger.warning("%s cannot be written (%s); its lines are kept until it can", path, error.strerror)

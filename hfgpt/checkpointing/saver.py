@@ -1,4 +1,4 @@
-"""Writes checkpoints beside training."""
+"""Writes checkpoints while training continues."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from hfgpt.errors import RunError
 
 
 class Saver:
-    """Writes checkpoints in a thread beside training, one at a time; `start` waits for the one before."""
+    """Writes one checkpoint at a time in a thread: `start` begins one, `collect` returns how it ended."""
 
     def __init__(self, run: RunFolder, keep: int | None, max_failures: int, saved_step: int | None = None) -> None:
-        """saved_step: of the newest checkpoint that there is."""
+        """saved_step: step of the newest checkpoint, if there is one."""
         self.run, self.keep, self.max_failures, self.saved_step = run, keep, max_failures, saved_step
-        self.failures = 0
-        self.is_postponed = False  # a checkpoint is due, but the model is not fit for one
+        self.failures = 0  # in a row
+        self.is_postponed = False  # a checkpoint is due, but the last loss was not finite
         self._thread: threading.Thread | None = None
         self._outcome: Path | Exception | None = None
 
@@ -26,26 +26,28 @@ class Saver:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Whatever ends the run, a checkpoint that was begun is written."""
+        """Wait for the checkpoint that is being written, however the run ends."""
         if self._thread is not None:
             self._thread.join()
 
     def start(self, step: int, write: Callable[[Path], None], rotate: bool = True) -> None:
+        """Begin to write a checkpoint; the one before must have been collected."""
+
         def work() -> None:
             try:
                 self._outcome = write_checkpoint(self.run, step, write, self.keep if rotate else None)
             except Exception as error:
                 self._outcome = error
 
-        assert self._thread is None, "the end of the checkpoint before was not noted"
+        assert self._thread is None, "the last checkpoint was not collected"
         self._thread = threading.Thread(target=work, name=f"checkpoint-{step}")
         self._thread.start()
 
-    def ended(self, wait: bool = False) -> Path | Exception | None:
-        """What came of the checkpoint started last, told once: its folder, or why it could not be written.
+    def collect(self, wait: bool = False) -> Path | Exception | None:
+        """Return, once, the folder of the last checkpoint, or the exception that ended it.
 
-        None where there is none, or it is not done yet and `wait` is false. Raises RunError at the last failure in a
-        row that is allowed.
+        None if there is none, or it is still being written and `wait` is false. Raises RunError at the last failure in
+        a row that is allowed.
         """
         if self._thread is None or (self._thread.is_alive() and not wait):
             return None

@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a model and its optimizer: copied, written, and read back by all processes."""
+"""Model and optimizer in a checkpoint: copied from all processes, written by one, and loaded into all."""
 
 from __future__ import annotations
 
@@ -27,45 +27,47 @@ from hfgpt.distributed.fsdp2 import full_state_options
 from hfgpt.distributed.ranks import Ranks
 from hfgpt.errors import UserError
 from hfgpt.files import read_text_file
+from hfgpt.model.configuration_gpt2 import ARCHITECTURE_FIELDS
 from hfgpt.model.modeling_gpt2 import to_parameter_names
 
-# Fields of the model's configuration that change what it computes.
-FUNCTION = (
-    *("vocab_size", "n_layer", "n_head", "n_embd", "n_positions", "n_inner", "activation_function"),
-    *("layer_norm_epsilon", "scale_attn_weights", "scale_attn_by_inverse_layer_idx", "tie_word_embeddings"),
-)
-_WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
+Tensors = dict[str, torch.Tensor]
 
 
-def snapshot(model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, torch.Tensor]]:
-    """Copies of `weights` by parameter name and of `optimizer` state as `<state>.<parameter name>`, on the CPU.
+def snapshot(model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> dict[str, Tensors]:
+    """Copies on the CPU of `weights`, by parameter name, and of `optimizer` state, as `<state>.<parameter name>`.
 
-    To be called on all processes; the main one gets the tensors.
+    To be called on all processes; the main process gets the tensors.
     """
     if isinstance(model, FSDPModule):
         model.reshard()  # an evaluation leaves parameters gathered, which are not the optimizer's
-    state: Any = get_optimizer_state_dict(model, optimizer, options=_WHOLE).get("state", {})
-    tensors = {f"{key}.{name}": value for name, values in state.items() for key, value in values.items()}
-    weights: Any = get_model_state_dict(model, options=_WHOLE)
+    whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    state: Any = get_optimizer_state_dict(model, optimizer, options=whole).get("state", {})
+    weights: Any = get_model_state_dict(model, options=whole)
     if model.config.tie_word_embeddings:
         weights.pop("lm_head.weight", None)  # is the embedding's
-    return {"weights": _copied(weights), "optimizer": _copied(tensors)}
+    # Copied, as a state dict on the CPU shares its memory with the model that training changes.
+    copies = {"weights": weights, "optimizer": _flat(state)}
+    return {
+        part: {name: torch.empty_like(value, device="cpu").copy_(value) for name, value in tensors.items()}
+        for part, tensors in copies.items()
+    }
 
 
-def _copied(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: torch.empty_like(value, device="cpu").copy_(value) for name, value in tensors.items()}
+def _flat(state: dict[str, Tensors]) -> Tensors:
+    """Optimizer state by `<state>.<parameter name>`, such as `exp_avg.transformer.wte.weight`."""
+    return {f"{key}.{name}": value for name, values in state.items() for key, value in values.items()}
 
 
 def write_files(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerFast,
-    tensors: dict[str, dict[str, torch.Tensor]],
+    tensors: dict[str, Tensors],
     trainer: dict[str, Any],
     data: dict[str, Any],
     card: str,
     folder: Path,
 ) -> None:
-    """All files of a checkpoint but the manifest, from a `snapshot`: training goes on meanwhile."""
+    """Write all files of a checkpoint but its manifest. Takes a `snapshot`, as training continues meanwhile."""
     model.save_pretrained(folder, state_dict=tensors["weights"])
     save_tokenizer(tokenizer, folder)
     (folder / "README.md").write_text(card, encoding="utf-8")
@@ -77,14 +79,13 @@ def write_files(
 def load_model_and_optimizer(
     folder: Path, model: PreTrainedModel, optimizer: torch.optim.Optimizer, host: Ranks
 ) -> None:
-    """Weights and optimizer state of a checkpoint into `model` and `optimizer`, in place, on all processes.
+    """Load weights and optimizer state of a checkpoint in place, on all processes.
 
-    Only the main process reads it, and the others are handed their share. Raises UserError where the checkpoint is of
-    a model that computes another function.
+    Only the main process reads the files. Raises UserError for a checkpoint of another model or optimizer.
     """
     state: Any = get_optimizer_state_dict(model, optimizer)
     read: dict[str, Any] = {"weights": {}, "optimizer": {}}  # stays empty on the other processes
-    host.from_main(lambda: read.update(_read_for(model, state["state"], folder)))
+    host.from_main(lambda: read.update(_read_tensors(folder, model, state["state"])))
     if read["optimizer"]:  # a new dictionary: the one that was returned is the optimizer's own
         read["optimizer"] = {**state, "state": read["optimizer"]}
     options = full_state_options(host.world_size)
@@ -92,36 +93,30 @@ def load_model_and_optimizer(
     set_optimizer_state_dict(model, optimizer, read["optimizer"], options=options)
 
 
-def _read_for(model: PreTrainedModel, state: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """`weights` by parameter name and `optimizer` in the form of `state`, from a checkpoint that has the same."""
+def _read_tensors(folder: Path, model: PreTrainedModel, state: dict[str, Tensors]) -> dict[str, Any]:
+    """`weights` by parameter name, and `optimizer` in the form of `state`, from a checkpoint of the same model."""
+    where = f"resume_from_checkpoint={folder}"
     try:
-        saved = json.loads(read_text_file(folder / "config.json"))
+        config = json.loads(read_text_file(folder / "config.json"))
         weights = to_parameter_names(load_file(folder / "model.safetensors"))
         moments = load_file(folder / STATE / "optimizer.safetensors")
     except (OSError, ValueError, RecursionError, SafetensorError) as error:
-        raise UserError(f"resume_from_checkpoint={folder}: cannot be read ({error}); take another one") from error
+        raise UserError(f"{where}: cannot be read ({error}); take another one") from error
+    saved, ours = config if isinstance(config, dict) else {}, model.config.to_dict()
+    if changed := [key for key in ARCHITECTURE_FIELDS if saved.get(key) != ours[key]]:
+        values = (f"model.{key}: {saved.get(key)} there, {ours[key]} here" for key in changed)
+        raise UserError(f"{where}: another model; {'; '.join(values)}")
+    if differing := _find_differing(weights, dict(model.named_parameters())):
+        raise UserError(f"{where}: parameters differ from the model's: {differing}; take another one")
+    if differing := _find_differing(moments, _flat(state)):
+        raise UserError(f"{where}: it holds the state of another optimizer ({differing} differ)")
     if not all(value.isfinite().all() for value in [*weights.values(), *moments.values()]):
-        raise UserError(f"resume_from_checkpoint={folder}: holds values that are not finite; take another one")
-    ours, saved = model.config.to_dict(), saved if isinstance(saved, dict) else {}
-    changed = [
-        f"model.{key}: {saved.get(key)} there, {ours[key]} here" for key in FUNCTION if saved.get(key) != ours[key]
-    ]
-    if changed:
-        raise UserError(f"resume_from_checkpoint={folder}: another model; " + "; ".join(changed))
-    names = dict(model.named_parameters())
-    if differing := _differing(weights, names):
-        raise UserError(f"{folder / 'model.safetensors'}: parameters differ: {differing}; take another checkpoint")
-    here = {f"{key}.{name}": value for name, values in state.items() for key, value in values.items()}
-    if differing := _differing(moments, here):
-        raise UserError(
-            f"resume_from_checkpoint={folder}: it holds the state of another optimizer ({differing} differ)"
-        )
-    filled = {name: {key: moments[f"{key}.{name}"] for key in values} for name, values in state.items()}
-    return {"weights": weights, "optimizer": filled}
+        raise UserError(f"{where}: holds values that are not finite; take another one")
+    optimizer = {name: {key: moments[f"{key}.{name}"] for key in values} for name, values in state.items()}
+    return {"weights": weights, "optimizer": optimizer}
 
 
-def _differing(there: Mapping[str, torch.Tensor], here: Mapping[str, torch.Tensor]) -> list[str]:
-    """A few names that only one of them has, or with another shape."""
-    names = [name for name in {**here, **there} if name not in here or name not in there]
+def _find_differing(there: Mapping[str, torch.Tensor], here: Mapping[str, torch.Tensor]) -> list[str]:
+    """The first three names that only one side has, or with another shape or type."""
     forms = [{name: (value.shape, value.dtype) for name, value in side.items()} for side in (here, there)]
-    return (names or [name for name in here if forms[0][name] != forms[1][name]])[:3]
+    return [name for name in {**here, **there} if forms[0].get(name) != forms[1].get(name)][:3]

@@ -1,37 +1,66 @@
-"""The JSON in a checkpoint's `training_state`: its form, and what has changed since it was written."""
+"""The JSON in a checkpoint's `training_state`: how it is read and checked, and which settings have changed since."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from hfgpt.checkpointing.run_folder import is_count
 from hfgpt.errors import UserError
 from hfgpt.files import read_text_file
 
 STATE = "training_state"
-NUMBER = (int, float)
-# What training_state/ holds as JSON: the type of each value, or the same of a dictionary's; in a list: or null.
-STATE_FORM: dict[str, dict[str, Any]] = {
+
+Check = Callable[[Any], bool]
+
+
+def _is_amount(value: Any) -> bool:
+    return is_count(value) or (isinstance(value, float) and 0 <= value < math.inf)
+
+
+def _is_object(value: Any) -> bool:
+    return isinstance(value, dict)
+
+
+def _has(form: dict[str, Check]) -> Check:
+    return lambda value: isinstance(value, dict) and not _wrong_keys(value, form)
+
+
+def _or_null(check: Check) -> Check:
+    return lambda value: value is None or check(value)
+
+
+def _wrong_keys(value: dict[str, Any], form: dict[str, Check]) -> list[str]:
+    return [key for key, check in form.items() if key not in value or not check(value[key])]
+
+
+# What each file must hold; a manifest only shows that it is the file that was written.
+FORMS: dict[str, dict[str, Check]] = {
     "trainer_state": {
-        **{"run_id": str, "step": int, "num_input_tokens_seen": int, "wall_seconds": NUMBER, "config": dict},
-        "schedule": {"curve_steps": int, "since": int, "at": NUMBER, "pace": NUMBER},
-        "skipped_rows": Counter,
-        "evaluation": [{"eval_loss": NUMBER, "eval_perplexity": NUMBER, "eval_tokens": int}],
-        **{"evaluation_step": int, "gradient_scaler": (dict, type(None))},
+        "run_id": lambda value: isinstance(value, str),
+        "step": is_count,
+        "num_input_tokens_seen": is_count,
+        "wall_seconds": _is_amount,
+        "config": _is_object,
+        "schedule": _has({"curve_steps": is_count, "since": is_count, "at": _is_amount, "pace": _is_amount}),
+        "skipped_rows": lambda value: isinstance(value, dict) and all(map(is_count, value.values())),
+        "evaluation": _or_null(_has({"eval_loss": _is_amount, "eval_perplexity": _is_amount, "eval_tokens": is_count})),
+        "evaluation_step": is_count,
+        "gradient_scaler": _or_null(_is_object),
     },
-    "data_state": {"fingerprint": dict, "position": dict},
+    "data_state": {"fingerprint": _is_object, "position": _is_object},
 }
 
 
 def read_state(folder: Path, name: str) -> dict[str, Any]:
-    """`trainer_state` or `data_state` of a checkpoint. Raises UserError where it is not as hfgpt writes it."""
+    """`trainer_state` or `data_state` of a checkpoint. Raises UserError if a key is missing or has a wrong value."""
     path = folder / STATE / f"{name}.json"
     try:
         state = json.loads(read_text_file(path))
-        wrong = _misformed(state, STATE_FORM[name])
+        wrong = _wrong_keys(state, FORMS[name]) if isinstance(state, dict) else ["not an object"]
     except (OSError, ValueError, RecursionError) as error:
         wrong = [f"{type(error).__name__}: {error}"]
     if wrong:
@@ -39,33 +68,8 @@ def read_state(folder: Path, name: str) -> dict[str, Any]:
     return state
 
 
-def _misformed(value: Any, form: dict[str, Any]) -> list[str]:
-    """Keys of `value` that are missing, or not of the form asked for.
-
-    Numbers are finite and 0 or more, whole ones below 2^63.
-    """
-    if not isinstance(value, dict):
-        return ["not an object"]
-    wrong = []
-    for key, kind in form.items():
-        inner = value.get(key)
-        if isinstance(kind, list):
-            kind = kind[0] if inner is not None else type(None)
-        if isinstance(kind, dict):
-            wrong += [f"{key}.{name}" for name in _misformed(inner, kind)]
-            continue
-        numbers = [inner] if isinstance(inner, int | float) else []
-        if kind is Counter and isinstance(inner, dict):
-            kind, numbers = dict, [count if isinstance(count, int) else -1 for count in inner.values()]
-        is_fine = key in value and isinstance(inner, kind) and not isinstance(inner, bool)
-        if not is_fine or not all(0 <= number < (2**63 if isinstance(number, int) else math.inf) for number in numbers):
-            wrong.append(key)
-    return wrong
-
-
 def changed_settings(then: dict[str, Any], now: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Settings of a resumed run that are not those it was saved with; where it goes does not count."""
-    changed = [key for key in now if then.get(key) != now[key]]
-    place = ("output_dir", "run_name", "resume_from_checkpoint", "push_to_hub")
-    counts = [key for key in changed if key not in place and not key.startswith("hub_")]
-    return {key: {"from": then.get(key), "to": now[key]} for key in counts}
+    """Settings of a resumed run that differ from those of its checkpoint; names of places do not count."""
+    places = ("output_dir", "run_name", "resume_from_checkpoint", "push_to_hub")
+    changed = [key for key in now if then.get(key) != now[key] and key not in places and not key.startswith("hub_")]
+    return {key: {"from": then.get(key), "to": now[key]} for key in changed}

@@ -1,10 +1,10 @@
-"""Proof that a checkpoint folder is what others take it for: a GPT-2 model that stock transformers loads and runs."""
+"""Check that a checkpoint folder is what others expect: a GPT-2 model that stock transformers loads and runs."""
 
 from __future__ import annotations
 
 import contextlib
-import inspect
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from transformers import AutoTokenizer
 
-from hfgpt.checkpointing import checkpoint
+from hfgpt.checkpointing.checkpoint import MANIFEST, MODEL_FILES, find_damage
 from hfgpt.checkpointing.training_state import STATE, read_state
 from hfgpt.config import PretrainConfig
 from hfgpt.data import prepare_again
@@ -24,92 +25,55 @@ from hfgpt.evaluation.loss import scored_blocks, windows
 from hfgpt.files import read_text_file
 from hfgpt.model.configuration_gpt2 import model_rows
 
-# How far the loss may be from the one recorded: training may have evaluated in 16 bits, here it is float32.
+logger = logging.getLogger(__name__)
+
+SCRIPT = Path(__file__).with_name("load_with_transformers.py")
+# How far the loss may be from the recorded one: training may have evaluated in 16 bits, this is in float32.
 TOLERANCE_16_BITS, TOLERANCE_FLOAT32 = 0.02, 1e-3
-
-# Runs in a process of its own in which this package cannot be imported. Prints one JSON object.
-CLEAN_PROCESS = f"""
-import json, sys, warnings
-from typing import Any
-{inspect.getsource(model_rows)}
-"""
-CLEAN_PROCESS += """
-sys.modules["hfgpt"] = None
-import numpy as np
-import torch
-from safetensors import safe_open
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
-
-folder, blocks = sys.argv[1:3]
-found = {"problems": []}
-with warnings.catch_warnings():
-    warnings.simplefilter("error")
-    config = AutoConfig.from_pretrained(folder, local_files_only=True)
-    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    generation = GenerationConfig.from_pretrained(folder, local_files_only=True)
-    options = {"local_files_only": True, "output_loading_info": True, "ignore_mismatched_sizes": True}
-    model, loading = AutoModelForCausalLM.from_pretrained(folder, **options)
-for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-    if loading[kind]:
-        found["problems"].append(f"model.safetensors: {kind.replace('_', ' ')}: {sorted(map(str, loading[kind]))[:3]}")
-with safe_open(f"{folder}/model.safetensors", "pt") as file:
-    stored = {str(file.get_tensor(name).dtype).removeprefix("torch.") for name in file.keys()}
-same = model.get_output_embeddings().weight is model.get_input_embeddings().weight
-if same != config.tie_word_embeddings:
-    head = "tied" if same else "its own"
-    found["problems"].append(f"config.json: tie_word_embeddings is {config.tie_word_embeddings}, the head is {head}")
-found |= {
-    "class": type(model).__name__,
-    "parameters": sum(p.numel() for p in model.parameters()),
-    "dtype": ", ".join(sorted(stored)),
-    "declared_dtype": str(config.dtype).removeprefix("torch."),
-    "model_type": config.model_type,
-    "architectures": config.architectures,
-    "remote_code": bool(getattr(config, "auto_map", None)),
-    "n_positions": config.n_positions,
-    "model_max_length": tokenizer.model_max_length,
-    "vocab_size": config.vocab_size,
-    "tokenizer_rows": model_rows(tokenizer),
-    "padding_side": tokenizer.padding_side,
-    "has_special_tokens": bool(tokenizer.all_special_ids),
-    "finite": all(bool(p.isfinite().all()) for p in model.parameters()),
-    "ids": {
-        key: [getattr(holder, key) for holder in (tokenizer, config, generation)]
-        for key in ("bos_token_id", "eos_token_id", "pad_token_id")
-    },
-}
-device = "cuda" if torch.cuda.is_available() else "cpu"
-model = model.to(device, torch.float32).eval()
-start = torch.tensor([[tokenizer.eos_token_id or 0]], device=device)
-options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": tokenizer.eos_token_id or 0}
-found["sample"] = tokenizer.decode(model.generate(start, attention_mask=torch.ones_like(start), **options)[0, 1:])
-if blocks:
-    total = 0.0
-    with torch.no_grad(), np.load(blocks) as parts:
-        for inputs, targets in zip(*(torch.from_numpy(parts[name]).long().split(8) for name in ("inputs", "targets"))):
-            logits = model(inputs.to(device)).logits.flatten(0, 1)
-            targets = targets.to(device).flatten()
-            total += torch.nn.functional.cross_entropy(logits, targets, ignore_index=-100, reduction="sum").item()
-        found["loss"] = total / int((parts["targets"] != -100).sum())
-print(json.dumps(found))
-"""
 
 
 def verify(folder: str | Path) -> dict[str, Any]:
-    """Facts about a checkpoint folder, and `problems`: lines for what would surprise those who load it elsewhere.
+    """Facts about a checkpoint folder, and `problems`: a line for each thing that stops or surprises other tools.
 
-    `loss` is the evaluation loss made again by stock transformers in float32, on the tokens of training;
-    `loss_not_checked` says why where it is not. Raises UserError for a folder that is no checkpoint.
+    `loss` is the evaluation loss as stock transformers gives it in float32, on the held-out tokens of the run;
+    `loss_not_checked` says why it is missing. Python warnings of transformers are logged, and are no problems.
+    Raises UserError for a folder without a model.
     """
     folder = Path(folder)
     if not (folder / "config.json").is_file():
         raise UserError(f"checkpoint {folder}: no config.json; give a checkpoint folder")
     facts: dict[str, Any] = {"checkpoint": str(folder)}
+    problems = _file_problems(folder)
+    if any(not (folder / name).is_file() for name in ("model.safetensors", "generation_config.json")):
+        return {**facts, "problems": problems}
+    recorded, tolerance, blocks = None, TOLERANCE_FLOAT32, None
+    try:
+        recorded, tolerance, blocks = _evaluation(folder)
+    except UserError as error:
+        facts["loss_not_checked"] = str(error)
+    done = _load_in_clean_process(folder, blocks)
+    if done.returncode:
+        reason = (done.stderr.strip() or "no message").splitlines()[-1]
+        return {**facts, "problems": [*problems, f"stock transformers does not load it: {reason}"]}
+    found = json.loads(done.stdout.splitlines()[-1])
+    for warning in found.pop("warnings"):
+        logger.warning("checkpoint %s: transformers warns: %s", folder, warning)
+    found["tokenizer_rows"] = model_rows(AutoTokenizer.from_pretrained(folder, local_files_only=True))
+    problems += found.pop("problems") + _find_surprises(found)
+    if recorded is not None:
+        facts |= {"recorded_loss": recorded, "tolerance": tolerance}
+        if not abs(found["loss"] - recorded) <= tolerance:
+            problems.append(f"the loss is {found['loss']:.4f}, recorded was {recorded:.4f} (tolerance {tolerance})")
+    return {**facts, **found, "problems": problems}
+
+
+def _file_problems(folder: Path) -> list[str]:
+    """What is wrong with the files of a folder, before any of them is loaded."""
     problems = []
-    if (folder / checkpoint.MANIFEST).exists() and (fault := checkpoint.fault(folder, checkpoint.MODEL_FILES)):
-        problems.append(fault)
-    missing = [name for name in ("model.safetensors", "generation_config.json") if not (folder / name).is_file()]
-    problems += [f"{name} is missing" for name in missing]
+    if (folder / MANIFEST).exists() and (damage := find_damage(folder, MODEL_FILES)):
+        problems.append(damage)
+    required = ("model.safetensors", "generation_config.json")
+    problems += [f"{name} is missing" for name in required if not (folder / name).is_file()]
     for path in sorted(folder.glob("*.json")):
         with contextlib.suppress(OSError, ValueError, RecursionError, TypeError, AttributeError):
             content = json.loads(read_text_file(path))
@@ -119,38 +83,27 @@ def verify(folder: str | Path) -> dict[str, Any]:
             if "token_type_ids" in content.get("model_input_names", ["token_type_ids"] if generic else []):
                 problems.append(f"{path.name}: transformers 4 returns token_type_ids, which change the model's answer")
     if not has_tokenizer(folder):
-        problems.append("there is no tokenizer in the folder; stock transformers makes an empty one up")
-    if missing:
-        return {**facts, "problems": problems}
-    recorded, tolerance, blocks = None, TOLERANCE_FLOAT32, None
-    try:
-        recorded, tolerance, blocks = _evaluation(folder)
-    except UserError as error:
-        facts["loss_not_checked"] = str(error)
+        problems.append("there is no tokenizer in the folder; stock transformers makes up an empty one")
+    return problems
+
+
+def _load_in_clean_process(
+    folder: Path, blocks: tuple[np.ndarray, np.ndarray] | None
+) -> subprocess.CompletedProcess[str]:
+    """Run `load_with_transformers.py`, isolated from the environment of this process and from this package."""
     with tempfile.TemporaryDirectory() as temporary:
-        path = Path(temporary, "blocks.npz")
+        command = [sys.executable, "-I", str(SCRIPT), str(folder.resolve())]
         if blocks is not None:
-            np.savez(path, inputs=blocks[0], targets=blocks[1])
-        command = [sys.executable, "-c", CLEAN_PROCESS, str(folder.resolve()), str(path) if blocks is not None else ""]
+            command.append(str(Path(temporary, "blocks.npz")))
+            np.savez(command[-1], inputs=blocks[0], targets=blocks[1])
         environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=temporary)
-    if done.returncode:
-        reason = (done.stderr.strip() or "no message").splitlines()[-1]
-        problems.append(f"stock transformers does not load it: {reason}")
-        return {**facts, "problems": problems}
-    found = json.loads(done.stdout.splitlines()[-1])
-    problems += found.pop("problems") + _surprises(found)
-    if recorded is not None:
-        facts |= {"recorded_loss": recorded, "tolerance": tolerance}
-        if not abs(found["loss"] - recorded) <= tolerance:
-            problems.append(f"the loss is {found['loss']:.4f}, recorded was {recorded:.4f} (tolerance {tolerance})")
-    return {**facts, **found, "problems": problems}
+        return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=temporary)
 
 
 def _evaluation(folder: Path) -> tuple[float, float, tuple[np.ndarray, np.ndarray]]:
-    """The loss recorded for a checkpoint, the tolerance, and its inputs and targets. UserError where there is none."""
+    """The recorded loss of a checkpoint, the tolerance, and inputs and targets. Raises UserError if there is none."""
     if not (folder / STATE).is_dir():
-        raise UserError("the folder has no training_state, which says what it was evaluated on")
+        raise UserError("the folder has no training_state, so its evaluation is unknown")
     trainer, data = read_state(folder, "trainer_state"), read_state(folder, "data_state")
     if not trainer["evaluation"] or trainer["evaluation_step"] != trainer["step"]:
         raise UserError(f"there was no evaluation at step {trainer['step']}")
@@ -168,27 +121,21 @@ def _evaluation(folder: Path) -> tuple[float, float, tuple[np.ndarray, np.ndarra
     return trainer["evaluation"]["eval_loss"], tolerance, blocks
 
 
-def _surprises(found: dict[str, Any]) -> list[str]:
-    """What other tools would stumble over."""
+def _find_surprises(found: dict[str, Any]) -> list[str]:
+    """What other tools would not expect. Removes `has_special_tokens` from `found`."""
     expected: dict[str, Any] = {"class": "GPT2LMHeadModel", "architectures": ["GPT2LMHeadModel"]}
     expected |= {"model_type": "gpt2", "remote_code": False, "finite": True}
     problems = [f"{key} is {found[key]}, not {value}" for key, value in expected.items() if found[key] != value]
-    for one, other in (
-        ("n_positions", "model_max_length"),
-        ("dtype", "declared_dtype"),
-        ("vocab_size", "tokenizer_rows"),
-    ):
-        if found[one] != found[other]:
-            problems.append(f"{one} is {found[one]}, {other} {found[other]}")
+    equal = [("n_positions", "model_max_length"), ("dtype", "declared_dtype"), ("vocab_size", "tokenizer_rows")]
+    problems += [f"{a} is {found[a]}, {b} {found[b]}" for a, b in equal if found[a] != found[b]]
     for key, (in_tokenizer, in_config, in_generation) in found["ids"].items():
-        # A pad token that only stands for one is not in the model's configuration, as in GPT-2's.
+        # As in GPT-2, config.json has no pad token if the tokenizer pads with another token.
         if in_config not in ({in_tokenizer, None} if key == "pad_token_id" else {in_tokenizer}):
             problems.append(f"{key} is {in_config} in config.json, {in_tokenizer} in the tokenizer")
         if in_generation != in_tokenizer:
             problems.append(f"{key} is {in_generation} in generation_config.json, {in_tokenizer} in the tokenizer")
-    has_special_tokens = found.pop("has_special_tokens")
     if found["padding_side"] != "left":
         problems.append(f"the tokenizer pads at the {found['padding_side']}, where a batch of prompts gets wrong text")
-    if has_special_tokens and found["ids"]["pad_token_id"][0] is None:
+    if found.pop("has_special_tokens") and found["ids"]["pad_token_id"][0] is None:
         problems.append("the tokenizer has no pad token, so prompts of different lengths are refused")
     return problems

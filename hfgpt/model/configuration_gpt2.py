@@ -28,6 +28,11 @@ MODEL_SIZES: dict[str, dict[str, Any]] = {
     "gpt2-1.5b": {"n_layer": 48, "n_head": 25, "n_embd": 1600, **_GPT2},
 }
 
+# Fields that change what the model computes.
+ARCHITECTURE_FIELDS = (
+    *("vocab_size", "n_layer", "n_head", "n_embd", "n_positions", "n_inner", "activation_function"),
+    *("layer_norm_epsilon", "scale_attn_weights", "scale_attn_by_inverse_layer_idx", "tie_word_embeddings"),
+)
 # The fields that a user may set. The special ids come from the tokenizer; the others have no meaning in pretraining.
 _NOT_SET = ("bos_token_id", "eos_token_id", "pad_token_id", "add_cross_attention")
 _TYPES = {

@@ -55,7 +55,7 @@ def _save_alone(run: TrainingRun) -> list[str]:
     if not run.is_main or step == 0:
         return []
     try:
-        record_saved(run, run.saver.ended(wait=True))
+        record_saved(run, run.saver.collect(wait=True))
         logs = run.non_finite.read(alone=True)
         if logs and run.callbacks.control.should_log:
             run.callbacks.mfu.on_log(run.callbacks.args, run.callbacks.state, run.callbacks.control, logs)
@@ -68,7 +68,7 @@ def _save_alone(run: TrainingRun) -> list[str]:
         if run.machine.is_sharded:
             return [f"step {step} is not saved, because under FSDP2 all processes are needed to save it"]
         start_save(run, after_failure=True)
-        outcome = run.saver.ended(wait=True)
+        outcome = run.saver.collect(wait=True)
         record_saved(run, outcome)
     except Exception as error:
         outcome = error

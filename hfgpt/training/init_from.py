@@ -9,14 +9,13 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from hfgpt.checkpointing.state import FUNCTION
 from hfgpt.checkpointing.training_state import read_state
 from hfgpt.config import AUTO, PretrainConfig
 from hfgpt.data.remote import model_files, pinned_name
 from hfgpt.data.tokenization import has_tokenizer, load_tokenizer
 from hfgpt.distributed.ranks import Ranks
 from hfgpt.errors import UserError
-from hfgpt.model.configuration_gpt2 import fields_of, model_fields
+from hfgpt.model.configuration_gpt2 import ARCHITECTURE_FIELDS, fields_of, model_fields
 from hfgpt.model.pretrained import fit_vocabulary, load_model, read_config
 
 logger = logging.getLogger(__name__)
@@ -41,7 +40,7 @@ def resolve_init_from(config: PretrainConfig, resumed_from: Path | None) -> Pret
     problems = [
         f"model.{key}={value}: init_from={name} has {source_fields[key]}; leave model out"
         for key, value in stated.items()
-        if key in FUNCTION and key in source_fields and value != source_fields[key]
+        if key in ARCHITECTURE_FIELDS and key in source_fields and value != source_fields[key]
     ]
     if problems:
         raise UserError(*problems)

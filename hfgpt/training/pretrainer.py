@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 from transformers import TrainerCallback
 
-from hfgpt.checkpointing.checkpoint import go_on_from
+from hfgpt.checkpointing.checkpoint import rewind_run
 from hfgpt.config import PretrainConfig
 from hfgpt.data import told_counts
 from hfgpt.data.stream import StepBatch, batch_hash, side_by_side
@@ -112,7 +112,7 @@ def start(run: TrainingRun) -> None:
     run.has_started = True
     if run.is_main:
         resumed_from = run.resumed.folder if run.resumed else None
-        go_on_from(run.folder, resumed_from, run.progress.step, run.config.save_total_limit)
+        rewind_run(run.folder, resumed_from, run.progress.step, run.config.save_total_limit)
     if run.resumed:
         changed = {"changed_settings": run.resumed.changed_settings, "changed_text": run.resumed.changed_text or None}
         run.record(event="resume", checkpoint=run.resumed.folder.name, **changed)

@@ -67,7 +67,7 @@ def trainer_state(run: TrainingRun) -> dict[str, Any]:
 
 def note_saved(run: TrainingRun, wait: bool = False) -> None:
     """Record a checkpoint that was written, or failed, since the last call."""
-    outcome = run.saver.ended(wait)
+    outcome = run.saver.collect(wait)
     record_saved(run, outcome)
     if isinstance(outcome, Path):
         run.callbacks.call("on_save")

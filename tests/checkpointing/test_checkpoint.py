@@ -1,4 +1,4 @@
-"""Checkpoint folders: whole or absent, the newest whole one found, damage named."""
+"""Checkpoint folders: complete or absent, the newest complete one found, damage named."""
 
 from __future__ import annotations
 
@@ -9,16 +9,19 @@ import pickle
 import shutil
 from functools import partial
 from math import nan
+from pathlib import Path
 
 import pytest
-from running import records, trained
+from running import lines, records, trained
 from safetensors.torch import load_file, save_file
 from tampering import sealed
 
-from hfgpt.checkpointing.checkpoint import MANIFEST, REQUIRED, fault, find_checkpoint, write_checkpoint
+from hfgpt.checkpointing.checkpoint import MANIFEST, REQUIRED, find_checkpoint, find_damage, write_checkpoint
 from hfgpt.checkpointing.run_folder import RunFolder
 from hfgpt.errors import UserError
 from hfgpt.evaluation.loading import load_checkpoint
+
+OLD = Path(__file__).parent.parent / "data" / "documents_run"
 
 
 def fill(folder, run_id="this", eval_loss=None):
@@ -50,14 +53,14 @@ def run(tmp_path):
     return run
 
 
-def test_newest_whole_checkpoint_is_found_and_linked(run):
+def test_newest_complete_checkpoint_is_found_and_linked(run):
     assert find_checkpoint(run, "latest") == run.checkpoint(20)
     assert (run.path / "checkpoint-latest").resolve() == run.checkpoint(20).resolve()
     modes = {path.stat().st_mode for path in run.checkpoint(20).rglob("*") if path.is_file()}
     assert len(modes) == 1  # readable for all who may read the others
 
 
-def test_a_latest_that_is_a_folder_of_its_own_gives_way(run):
+def test_a_latest_that_is_a_folder_is_set_aside(run):
     (run.path / "checkpoint-latest").unlink()
     shutil.copytree(run.checkpoint(20), run.path / "checkpoint-latest")
     write_checkpoint(run, 30, fill, keep=None)
@@ -77,7 +80,7 @@ def test_a_latest_that_is_a_folder_of_its_own_gives_way(run):
         (lambda folder: name_in_manifest(folder, "../../etc"), "outside"),
     ],
 )
-def test_a_broken_newest_one_is_named_and_passed_over(run, caplog, damage, named):
+def test_a_damaged_newest_one_is_named_and_skipped(run, caplog, damage, named):
     damage(run.checkpoint(20))
     with caplog.at_level(logging.WARNING):
         assert find_checkpoint(run, "latest") == run.checkpoint(10)
@@ -100,7 +103,7 @@ def test_a_write_that_fails_leaves_no_folder_of_the_final_name(run):
 def test_only_the_newest_are_kept(run):
     write_checkpoint(run, 30, fill, keep=2)
     assert [path.name for path in run.checkpoints()] == ["checkpoint-30", "checkpoint-20"]
-    assert fault(run.checkpoint(30)) is None
+    assert find_damage(run.checkpoint(30)) is None
 
 
 def test_the_best_is_kept_beside_the_newest_and_another_run_is_left_alone(run):
@@ -230,7 +233,7 @@ def in_half(tensors):
         ),
     ],
 )
-def test_a_whole_folder_with_senseless_content_is_refused_by_name(config, tmp_path, damage, named):
+def test_a_complete_folder_with_wrong_content_is_refused(config, tmp_path, damage, named):
     trained(config(max_steps=4, save_steps=0))
     folder = tmp_path / "run" / "checkpoint-4"
     damage(folder)
@@ -240,7 +243,7 @@ def test_a_whole_folder_with_senseless_content_is_refused_by_name(config, tmp_pa
     assert not (tmp_path / "other").exists()
 
 
-def test_what_is_named_as_a_later_checkpoint_is_not_taken_for_one(config, tmp_path, caplog):
+def test_copies_named_as_later_checkpoints_are_not_used(config, tmp_path, caplog):
     trained(config(max_steps=4))
     shutil.copytree(tmp_path / "run" / "checkpoint-2", tmp_path / "run" / "checkpoint-50")
     (tmp_path / "run" / ("checkpoint-" + "9" * 240)).mkdir()
@@ -283,7 +286,7 @@ def test_an_evaluation_that_is_not_finite_is_not_the_best(config, monkeypatch):
     assert [path.name for path in run.checkpoints()] == ["checkpoint-10", "checkpoint-4"]
 
 
-def test_a_run_that_goes_on_in_another_folder_takes_its_records_along(config, tmp_path):
+def test_a_run_that_continues_in_another_folder_copies_its_records(config, tmp_path):
     whole = trained(config("whole"))
     moved = trained(config("second", resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-4")))
     assert (tmp_path / "second" / "ledger.jsonl").read_text() == whole.folder.ledger.read_text()
@@ -299,21 +302,34 @@ def test_checkpoints_of_another_run_are_not_taken_for_this_runs(config, tmp_path
     assert resumed.resumed.folder.name == "checkpoint-4"
 
 
-def test_a_file_system_without_links_keeps_whole_checkpoints(run, monkeypatch, caplog):
+def test_a_file_system_without_links_keeps_complete_checkpoints(run, monkeypatch, caplog):
     def refuse(*_, **__):
         raise PermissionError(1, "Operation not permitted")
 
     monkeypatch.setattr("pathlib.Path.symlink_to", refuse)
     write_checkpoint(run, 30, fill, keep=1)
-    assert "could not be made to point at" in caplog.text
+    assert "could not be linked to" in caplog.text
     assert find_checkpoint(run, "latest") == run.checkpoint(30)
-    assert fault((run.path / "checkpoint-latest").resolve()) is None  # an older one, which is kept
+    assert find_damage((run.path / "checkpoint-latest").resolve()) is None  # an older one, which is kept
 
 
-def test_what_a_killed_save_left_is_cleared_away(config, tmp_path):
+def test_an_unfinished_checkpoint_of_a_killed_run_is_deleted(config, tmp_path):
     trained(config(max_steps=4))
     rest = tmp_path / "run" / ".checkpoint-5.tmp"
     rest.mkdir()
     (rest / "model.safetensors").write_bytes(b"half")
     trained(config(resume_from_checkpoint="latest"))
     assert not list((tmp_path / "run").glob(".checkpoint-*"))
+
+
+def test_a_run_of_an_earlier_version_resumes_as_it_would_have_continued(config, document_folder, tmp_path, monkeypatch):
+    """`documents_run` was written before the library moved into packages, on the text of the fixture, to its step 8."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(OLD, "run")
+    recorded = json.loads((OLD / "run.json").read_text())
+    stated = {key: value for key, value in recorded["config"].items() if key not in ("output_dir", "run_name")}
+    resumed = trained(config("run", **{**stated, "resume_from_checkpoint": "latest"}))
+    assert resumed.resumed.folder.name == "checkpoint-4" and resumed.progress.run_id == recorded["run_id"]
+    assert resumed.folder.ledger.read_text() == (OLD / "ledger.jsonl").read_text()
+    for key in ("loss", "eval_loss"):
+        assert [line[key] for line in records(resumed, key)] == pytest.approx([line[key] for line in lines(OLD, key)])

@@ -13,7 +13,7 @@ import time
 import pytest
 from running import FORKED, Run, records, trained
 
-from hfgpt.checkpointing.checkpoint import fault
+from hfgpt.checkpointing.checkpoint import find_damage
 
 
 def allow_file_size(run, size: int) -> None:
@@ -22,12 +22,12 @@ def allow_file_size(run, size: int) -> None:
 
 
 @pytest.mark.slow
-def test_a_save_that_fails_is_told_and_made_up_for(start):
+def test_a_failed_save_is_reported_and_made_up_for(start):
     run = start(FORKED, "--save_steps", "20", "--max_failed_saves", "1000")
     run.wait_for(lambda: (run.folder / "checkpoint-latest").exists())
     allow_file_size(run, 2000)  # neither a checkpoint nor a line of metrics fits
     run.wait_for(lambda: "A checkpoint could not be written" in run.errors.read_text())
-    assert fault((run.folder / "checkpoint-latest").resolve()) is None
+    assert find_damage((run.folder / "checkpoint-latest").resolve()) is None
     allow_file_size(run, resource.RLIM_INFINITY)
     run.wait_for_steps(25)
     run.process.send_signal(signal.SIGTERM)
@@ -36,11 +36,11 @@ def test_a_save_that_fails_is_told_and_made_up_for(start):
     assert events[:2] == ["start", "save"] and "save_failed" in events
     steps = [record["step"] for record in run.records("loss")]
     assert steps == list(range(1, steps[-1] + 1)) and [line["step"] for line in run.ledger()] == steps
-    assert fault((run.folder / "checkpoint-latest").resolve()) is None
+    assert find_damage((run.folder / "checkpoint-latest").resolve()) is None
 
 
 @pytest.mark.slow
-def test_saves_that_keep_failing_end_the_run_and_leave_the_last_whole_one(start):
+def test_saves_that_keep_failing_end_the_run_and_leave_the_last_complete_one(start):
     run = start(FORKED, "--save_steps", "10", "--max_failed_saves", "2")
     run.wait_for(lambda: (run.folder / "checkpoint-latest").exists())
     before = (run.folder / "checkpoint-latest").resolve()
@@ -48,7 +48,7 @@ def test_saves_that_keep_failing_end_the_run_and_leave_the_last_whole_one(start)
     assert "checkpoints could not be written 2 times in a row" in run.end().splitlines()[-1]
     assert run.process.returncode == 1
     assert (run.folder / "checkpoint-latest").resolve().name >= before.name
-    assert fault((run.folder / "checkpoint-latest").resolve()) is None
+    assert find_damage((run.folder / "checkpoint-latest").resolve()) is None
     assert not list(run.folder.glob(".checkpoint-*"))
 
 
@@ -73,7 +73,7 @@ def test_a_run_outlasts_a_full_disk(small_disk, document_folder):
     try:
         run.wait_for(lambda: run.errors.read_text().count("could not be written") >= 2)
         assert "No space left on device" in run.errors.read_text()
-        assert fault((run.folder / "checkpoint-latest").resolve()) is None
+        assert find_damage((run.folder / "checkpoint-latest").resolve()) is None
         enlarge()
         newest = (run.folder / "checkpoint-latest").resolve()
         run.wait_for(lambda: (run.folder / "checkpoint-latest").resolve() != newest)
@@ -85,7 +85,7 @@ def test_a_run_outlasts_a_full_disk(small_disk, document_folder):
     assert [record["step"] for record in run.records("loss")] == list(range(1, last + 1))
     assert [line["step"] for line in run.ledger()] == list(range(1, last + 1))
     assert (run.folder / "checkpoint-latest").resolve().name == f"checkpoint-{last}"
-    assert all(fault(path) is None for path in run.folder.glob("checkpoint-[0-9]*"))
+    assert all(find_damage(path) is None for path in run.folder.glob("checkpoint-[0-9]*"))
     assert not list(run.folder.glob(".checkpoint-*"))
 
 
@@ -104,12 +104,12 @@ def test_a_clock_that_jumps_changes_nothing(config, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_folder_in_which_a_run_is_at_work_is_refused_until_it_ends(start, document_folder):
+def test_a_folder_that_a_run_is_using_is_refused_until_it_ends(start, document_folder):
     run = start(FORKED)
     before = (run.folder / "run.json").read_bytes()
     flags = ["--dataset", str(document_folder), "--resume_from_checkpoint", "latest", "--max_steps", "2000000"]
     second = Run(FORKED, run.folder, *flags)
-    assert f"a run is at work in it (process {run.process.pid} on" in second.end() and second.process.returncode == 2
+    assert f"another run is using it (process {run.process.pid} on" in second.end() and second.process.returncode == 2
     assert (run.folder / "run.json").read_bytes() == before
     run.process.kill()
     run.process.wait()

@@ -20,7 +20,7 @@ import pytest
 from hub_server import API, FILES, Faults, HubServer
 from running import ALONE, FORKED, TWO, Run
 
-from hfgpt.checkpointing.checkpoint import fault
+from hfgpt.checkpointing.checkpoint import find_damage
 from hfgpt.data import remote
 from hfgpt.data.remote import patiently
 from hfgpt.errors import RunError
@@ -211,7 +211,7 @@ def test_text_that_stays_away_ends_all_processes_with_a_checkpoint(repositories,
     [line] = [line for line in said.splitlines() if line.startswith("error: ")]
     assert "could not be read for" in line and "--resume_from_checkpoint latest" in line
     step = run.records()[-1]["step"]
-    assert fault((run.folder / "checkpoint-latest").resolve()) is None
+    assert find_damage((run.folder / "checkpoint-latest").resolve()) is None
     assert (run.folder / "checkpoint-latest").resolve().name == f"checkpoint-{step}"
     assert run.records()[-1]["event"] == "end" and "could not be read" in run.records()[-1]["fault"]
 
@@ -229,7 +229,7 @@ def test_a_stop_does_not_wait_for_a_text_that_stays_away(repositories, tmp_path)
         said = run.end(seconds=200)
     assert run.process.returncode == 143
     assert "SIGTERM; ended after step" in said.splitlines()[-1]
-    assert fault((run.folder / "checkpoint-latest").resolve()) is None
+    assert find_damage((run.folder / "checkpoint-latest").resolve()) is None
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from hfgpt import PretrainConfig
-from hfgpt.checkpointing.checkpoint import fault
+from hfgpt.checkpointing.checkpoint import find_damage
 from hfgpt.distributed.fsdp2 import take_fsdp_request
 from hfgpt.errors import UserError
 from hfgpt.training.plan import check_memory, setting_of
@@ -106,7 +106,7 @@ def test_a_run_resumes_as_another_kind(launch, tmp_path):
     for key in ("loss", "learning_rate"):
         first, second = ([line[key] for line in lines(folder)] for folder in (whole, moved))
         assert second == pytest.approx(first[2:], abs=2e-5), key
-    assert all(fault(folder) is None for folder in moved.glob("checkpoint-?"))
+    assert all(find_damage(folder) is None for folder in moved.glob("checkpoint-?"))
 
 
 @pytest.mark.slow
@@ -181,7 +181,7 @@ def test_the_main_process_reports_why_another_failed(failing, tmp_path, what, ex
     assert code == 1
     assert last.startswith(f"error: {expected.format(host=socket.gethostname())}"), last
     assert last.endswith("continue with --resume_from_checkpoint latest")
-    assert fault((tmp_path / "run" / "checkpoint-latest").resolve()) is None
+    assert find_damage((tmp_path / "run" / "checkpoint-latest").resolve()) is None
 
 
 @pytest.mark.slow
@@ -192,7 +192,7 @@ def test_a_fault_of_one_process_leaves_a_checkpoint_of_the_last_finished_step(fa
     assert code == 1 and last.startswith(f"error: process {rank} of 2: ValueError: a bad card")
     run = tmp_path / "run"
     assert "continue with --resume_from_checkpoint latest" in last
-    assert (run / "checkpoint-latest").resolve().name == "checkpoint-3" and fault(run / "checkpoint-3") is None
+    assert (run / "checkpoint-latest").resolve().name == "checkpoint-3" and find_damage(run / "checkpoint-3") is None
     assert (
         [line["step"] for line in lines(run, "loss")]
         == [1, 2, 3]

@@ -11,7 +11,7 @@ import sys
 import pytest
 from running import FORKED, MODEL, ROOT, Run
 
-from hfgpt.checkpointing.checkpoint import fault
+from hfgpt.checkpointing.checkpoint import find_damage
 
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 
@@ -69,7 +69,7 @@ def test_two_machines_stop_when_the_network_fails_and_resume_exactly(nodes, tmp_
             assert ("no answer from" in line or "no connection to" in line) and line.endswith(
                 "continue with --resume_from_checkpoint latest"
             )
-        assert fault((tmp_path / "run" / "checkpoint-latest").resolve()) is None
+        assert find_damage((tmp_path / "run" / "checkpoint-latest").resolve()) is None
 
         ip("-n", nodes[0], "link", "set", "cable0", "up")
         last = max(record["step"] for record in first.records())

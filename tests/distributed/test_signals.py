@@ -12,7 +12,7 @@ import psutil
 import pytest
 from running import ALONE, FORKED, LAUNCH, ROOT, TWO, Run
 
-from hfgpt.checkpointing.checkpoint import fault
+from hfgpt.checkpointing.checkpoint import find_damage
 from hfgpt.distributed.stop_signals import SAME_SIGNAL_SECONDS
 
 
@@ -156,7 +156,7 @@ def test_a_killed_process_is_named_by_the_other_and_the_run_resumes(start, rank)
         f"error: process {rank} of 2 (pid {victim.pid}) has ended; continue with --resume_from_checkpoint latest"
     )
     step = int((run.folder / "checkpoint-latest").resolve().name.split("-")[1])
-    assert fault(run.folder / f"checkpoint-{step}") is None
+    assert find_damage(run.folder / f"checkpoint-{step}") is None
     flags = ["--resume_from_checkpoint", "latest", "--tokens_per_step", "512", "--max_steps", str(step + 20)]
     again = start(FORKED, *flags)
     again.end()
@@ -180,7 +180,7 @@ def test_a_second_signal_during_a_save_leaves_the_whole_checkpoint_before(start,
     assert list(run.folder.glob(".checkpoint-*.tmp"))  # it did not wait for the save, which takes long
     assert run.process.returncode == 143
     latest = (run.folder / "checkpoint-latest").resolve()
-    assert latest.name >= before.name and fault(latest) is None
+    assert latest.name >= before.name and find_damage(latest) is None
 
 
 @pytest.mark.slow

@@ -151,7 +151,7 @@ def test_verify_rotation_resume_and_compare_go_on_as_before(config):
     for step in (2, 4):
         record_evaluation(run.checkpoint(step), "text", {**TEXT, "loss": float(step)})
     before = run.evaluations.read_bytes()
-    assert verify(run.checkpoint(4))["problems"] == [] and checkpoint.fault(run.checkpoint(4)) is None
+    assert verify(run.checkpoint(4))["problems"] == [] and checkpoint.find_damage(run.checkpoint(4)) is None
     longer = trained(config(max_steps=8, resume_from_checkpoint="latest", **settings))
     assert [record["step"] for record in records(longer)] == list(range(1, 9))
     assert len(run.checkpoints()) == 2 and run.evaluations.read_bytes() == before

@@ -51,8 +51,8 @@ def stock_logits(folder, ids=IDS):
 def test_an_imported_model_answers_as_nanogpts_did(tmp_path, characters, bias, prefix):
     state = random_state(bias)
     checkpoint = write_checkpoint(tmp_path / "ckpt.pt", state, prefix, bias)
-    said = "\n".join(import_nanogpt(checkpoint, tmp_path / "model", "char", characters))
-    assert "step 2,000, best validation loss 1.5000" in said and "with its tokenizer" in said
+    report = "\n".join(import_nanogpt(checkpoint, tmp_path / "model", "char", characters))
+    assert "step 2,000, best validation loss 1.5000" in report and "with its tokenizer" in report
     torch.testing.assert_close(stock_logits(tmp_path / "model"), logits_BTV(state, IDS), atol=1e-5, rtol=0)
     tensors = load_file(tmp_path / "model" / "model.safetensors")
     assert tensors["h.1.attn.c_proj.weight"].equal(state["transformer.h.1.attn.c_proj.weight"].T)
@@ -85,8 +85,8 @@ def test_an_imported_folder_is_verified_and_writes_text(tmp_path, characters):
 def test_padded_rows_are_left_out_and_other_numbers_refused(tmp_path, characters):
     state = random_state(vocab_size=64)
     checkpoint = write_checkpoint(tmp_path / "ckpt.pt", state, args={"vocab_size": 64})
-    said = "\n".join(import_nanogpt(checkpoint, tmp_path / "model", "char", characters))
-    assert "left out 40 rows" in said
+    report = "\n".join(import_nanogpt(checkpoint, tmp_path / "model", "char", characters))
+    assert "left out 40 rows" in report
     folder = tmp_path / "model"
     config = json.loads((folder / "config.json").read_text())
     assert config["vocab_size"] == len(AutoTokenizer.from_pretrained(folder)) == 24
@@ -103,10 +103,10 @@ def test_padded_rows_are_left_out_and_other_numbers_refused(tmp_path, characters
     assert not list(tmp_path.glob("*odd")) and not list(tmp_path.glob("*few"))
 
 
-def test_without_a_tokenizer_the_model_alone_is_written_and_that_is_said(tmp_path):
+def test_without_a_tokenizer_the_model_alone_is_written_and_reported(tmp_path):
     checkpoint = write_checkpoint(tmp_path / "ckpt.pt", random_state())
-    said = "\n".join(import_nanogpt(checkpoint, tmp_path / "model", None, None))
-    assert "holds the model only, with all its 24 rows" in said and "without a tokenizer" in said
+    report = "\n".join(import_nanogpt(checkpoint, tmp_path / "model", None, None))
+    assert "holds only the model, with all its 24 rows" in report and "without a tokenizer" in report
     assert stock_logits(tmp_path / "model").shape == (2, 15, 24)
     with pytest.raises(UserError, match=r"no tokenizer\.json"):
         load_checkpoint(tmp_path / "model")

@@ -1,4 +1,4 @@
-"""What goes to the Hub, how often it is tried, and that neither a fault nor a refusal harms the run."""
+"""What is pushed to the Hub, what is retried, and that no failure harms the run."""
 
 # ruff: noqa: F811  fixtures are imported by name
 
@@ -86,10 +86,10 @@ def test_pushed_model_loads_anywhere_with_the_same_logits(folder, tmp_path):
     here = command(server, tmp_path, "-c", LOADED, str(folder), HF_HUB_OFFLINE="1")
     assert torch.equal(torch.tensor(json.loads(loaded.stdout)), torch.tensor(json.loads(here.stdout)))
     assert files.keys() == PUSHED | {".gitattributes"}
-    told = b"".join([*server.bodies, *server.uploaded.values(), *files.values()]).decode(errors="ignore")
-    told += first.stdout + first.stderr + again.stdout + again.stderr
-    assert TOKEN not in told
-    assert "alice" not in told and "not for others" not in told
+    expected = b"".join([*server.bodies, *server.uploaded.values(), *files.values()]).decode(errors="ignore")
+    expected += first.stdout + first.stderr + again.stdout + again.stderr
+    assert TOKEN not in expected
+    assert "alice" not in expected and "not for others" not in expected
     assert state_of(folder.parent) == before and TOKEN not in "".join(
         path.read_text(errors="ignore") for path in folder.parent.rglob("*") if path.is_file()
     )
@@ -118,8 +118,8 @@ def test_the_card_says_what_was_measured_and_is_valid(folder, client, verified):
     assert name == "me/tiny" and {result.dataset_name for result in results} == {"text.jsonl"}
     assert (card.data.library_name, card.data.pipeline_tag) == ("transformers", "text-generation")
     assert "language" not in card.data.to_dict() and "datasets" not in card.data.to_dict()
-    for told in ("text.jsonl", "TFLOP/s per device (measured", "tokens per second", 'from_pretrained("me/tiny")'):
-        assert told in card.text
+    for expected in ("text.jsonl", "TFLOP/s per device (measured", "tokens per second", 'from_pretrained("me/tiny")'):
+        assert expected in card.text
     assert "![Loss over tokens](loss.png)" in card.text and files["loss.png"].startswith(b"\x89PNG")
     records = [json.loads(line) for line in files["metrics.jsonl"].splitlines()]
     assert [record["step"] for record in records] == [1, 2, 2] and not any("event" in record for record in records)
@@ -144,14 +144,14 @@ def test_the_card_of_a_hub_dataset_names_its_commit(folder):
     assert "user/corpus, configuration sample, split train, commit abc123" in card.text
 
 
-def test_the_card_claims_no_figure_of_another_step_and_no_path(folder):
+def test_the_card_has_no_metric_of_another_step_and_no_path(folder):
     paths = {"tokenizer": "/home/alice/tokenizer", "dataset": "/home/alice/*.txt", "init_from": "/home/alice@b/model"}
     trainer, fingerprint = facts(folder, **paths)
     fingerprint = {key: value for key, value in fingerprint.items() if not key.startswith("dataset.file ")}
     card = ModelCard(model_card({}, fingerprint, {**trainer, "evaluation_step": 1}))
     assert card.data.eval_results is None and "at step 1, not on this model" in card.text
     assert "alice" not in card.content and card.data.base_model is None
-    assert "| begun from | the weights of model |" in card.text
+    assert "| initial weights | those of model |" in card.text
     assert "not evaluated" in model_card({}, fingerprint, {**trainer, "evaluation": None})
 
 
@@ -170,7 +170,7 @@ def test_the_card_claims_no_figure_of_another_step_and_no_path(folder):
         (["429"], "POST .*/tag/"),
     ],
 )
-def test_a_fault_that_passes_ends_in_one_whole_commit(folder, client, verified, kinds, on):
+def test_a_passing_fault_ends_in_one_complete_commit(folder, client, verified, kinds, on):
     plan = iter(kinds)
     faults = lambda method, path, range_: next(plan, None) if Faults(1, "x", on=on)(method, path, range_) else None  # noqa: E731
     before = state_of(folder.parent)
@@ -194,7 +194,7 @@ def test_a_server_that_does_not_answer_is_tried_again(folder, client, verified, 
 @pytest.mark.parametrize(
     ("kind", "tries"), [("429", hub.TRIES), ("500", hub.TRIES), ("403", 1), ("401", 1), ("404", 1)]
 )
-def test_a_fault_for_good_is_one_line_with_the_way_out(folder, client, verified, kind, tries):
+def test_a_lasting_fault_is_one_line_with_the_fix(folder, client, verified, kind, tries):
     before = state_of(folder.parent)
     faults = Faults(1, [kind], on="POST .*/commit/", repeat=math.inf)
     with HubServer({}, token=TOKEN, faults=faults, retry_after=3600) as server:
@@ -207,7 +207,7 @@ def test_a_fault_for_good_is_one_line_with_the_way_out(folder, client, verified,
     assert ("HF_TOKEN" in message) == (tries == 1) and TOKEN not in message
     assert server.count("POST .*/commit/") == tries and len(pauses) == tries - 1
     assert max(pauses, default=0) <= hub.LONGEST_PAUSE_SECONDS and state_of(folder.parent) == before
-    assert checkpoint.fault(folder) is None
+    assert checkpoint.find_damage(folder) is None
 
 
 @pytest.mark.slow
@@ -264,7 +264,7 @@ def test_a_folder_without_training_state_brings_its_own_card(folder, client, ver
     assert b"license: mit" in hub._files(folder, "me/tiny", None, "mit", None)["README.md"]
 
 
-def test_an_export_is_told_as_what_it_is(folder, client, verified, tmp_path):
+def test_the_card_of_an_export_says_so(folder, client, verified, tmp_path):
     export(folder, tmp_path / "plain", "bfloat16", untie_head=True)
     with HubServer({}, token=TOKEN) as server:
         client(server)
@@ -291,7 +291,7 @@ def test_a_loss_that_could_not_be_checked_is_named(folder, client, monkeypatch, 
     assert ("its loss was not checked" in caplog.text) == bool(reason) and (reason or "") in caplog.text
 
 
-def test_weights_of_others_in_the_repository_are_told(folder, client, verified, caplog):
+def test_other_weights_in_the_repository_are_reported(folder, client, verified, caplog):
     with HubServer({}, token=TOKEN) as server:
         client(server)
         api = HfApi(endpoint=server.url, token=TOKEN)
@@ -301,11 +301,11 @@ def test_weights_of_others_in_the_repository_are_told(folder, client, verified, 
     assert "me/tiny also holds ['model-00001-of-00002.safetensors']" in caplog.text
 
 
-@pytest.mark.parametrize(("name", "told"), [("a/b/c", "name it user/name"), ("me/ti ny", "name it user/name")])
-def test_wrong_names_are_refused_before_anything(folder, client, name, told):
+@pytest.mark.parametrize(("name", "expected"), [("a/b/c", "name it user/name"), ("me/ti ny", "name it user/name")])
+def test_wrong_names_are_refused_before_anything(folder, client, name, expected):
     with HubServer({}, token=TOKEN) as server:
         client(server)
-        with pytest.raises(UserError, match=told):
+        with pytest.raises(UserError, match=expected):
             hub.push(folder, name)
         assert server.requests == []
 
@@ -343,13 +343,13 @@ def test_a_push_that_fails_leaves_a_finished_run(config, client, verified):
         with pytest.raises(RunError, match=r"try again: hfgpt push .*checkpoint-6 me/tiny$"):
             trained(settings)
     run = Path(settings.output_dir)
-    assert checkpoint.fault(run / "checkpoint-6") is None
+    assert checkpoint.find_damage(run / "checkpoint-6") is None
     last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
     assert (last["event"], last["fault"]) == ("end", None)
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "expected"),
     [
         ({"hub_model_id": "a/b/c"}, "name it user/name"),
         ({"hub_license": "homemade"}, "license"),
@@ -359,19 +359,19 @@ def test_a_push_that_fails_leaves_a_finished_run(config, client, verified):
         ({"offline": True}, "HF_HUB_OFFLINE"),
     ],
 )
-def test_what_would_keep_a_run_from_pushing_is_told_before_it(config, client, monkeypatch, changes, told):
+def test_what_would_prevent_a_push_is_refused_before_training(config, client, monkeypatch, changes, expected):
     settings = config(push_to_hub=True, **{key: value for key, value in changes.items() if key.startswith("hub_")})
     with HubServer({}, token=TOKEN) as server:
         client(server)
         server.role = changes.get("role", "write")
         monkeypatch.setenv("HF_TOKEN", changes.get("token", TOKEN))
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", "offline" in changes)
-        with pytest.raises(UserError, match=told):
+        with pytest.raises(UserError, match=expected):
             trained(settings)
     assert not Path(settings.output_dir).exists()
 
 
-def test_a_hub_that_is_away_keeps_no_run_from_beginning(config, client, caplog):
+def test_a_hub_that_is_down_does_not_stop_a_run_from_starting(config, client, caplog):
     with HubServer({}, token=TOKEN, faults=lambda *_: "500") as server:
         client(server)
         hub.check_push(config(push_to_hub=True))
@@ -392,7 +392,7 @@ def test_a_server_is_left_alone_as_long_as_it_asks(headers, seconds):
     assert asked_pause(busy) == seconds
 
 
-def test_signed_addresses_and_tokens_are_not_told():
+def test_signed_addresses_and_tokens_are_not_shown():
     error = RuntimeError(f"failed for https://s3.example/a?X-Amz-Signature=1234&b=2 with Bearer {TOKEN}")
     assert hub._cause(error, "me/x", TOKEN) == "RuntimeError: failed for https://s3.example/a with Bearer (token)"
     refused = SimpleNamespace(status_code=403, reason_phrase="Forbidden", url="https://hub/x?token=1")

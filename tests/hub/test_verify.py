@@ -40,12 +40,23 @@ def copy(folder, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_checkpoint_is_plain_gpt2_and_gives_its_loss_again(folder):
+def test_a_checkpoint_is_plain_gpt2_and_gives_its_loss_again(folder, caplog):
     facts = verify(folder)
+    assert not caplog.records  # the libraries have nothing to warn of
     assert facts["problems"] == [] and abs(facts["loss"] - facts["recorded_loss"]) < 1e-5
     assert facts["class"] == "GPT2LMHeadModel" and facts["dtype"] == "float32"
     printed = CliRunner().invoke(app, ["verify", str(folder), "--json"])
     assert printed.exit_code == 0 and json.loads(printed.stdout)["loss"] == facts["loss"]
+
+
+@pytest.mark.slow
+def test_warnings_of_the_libraries_are_shown_and_no_problem(folder, tmp_path, monkeypatch, caplog):
+    script, line = verify_module.SCRIPT.read_text(), 'warnings.simplefilter("always")\n'
+    assert line in script
+    (tmp_path / "script.py").write_text(script.replace(line, f'{line}        warnings.warn("this will change")\n'))
+    monkeypatch.setattr(verify_module, "SCRIPT", tmp_path / "script.py")
+    facts = verify(folder)
+    assert facts["problems"] == [] and "warnings" not in facts and "this will change" in caplog.text
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ from transformers.trainer_callback import CallbackHandler
 import hfgpt.checkpointing.state
 from hfgpt import PretrainConfig, Pretrainer, SampleCallback, run_recipe
 from hfgpt import safe_output as output
-from hfgpt.checkpointing.checkpoint import fault
+from hfgpt.checkpointing.checkpoint import find_damage
 from hfgpt.checkpointing.run_folder import RunFolder
 from hfgpt.distributed import launcher as launched
 from hfgpt.distributed.launcher import is_launcher, rank_and_world_size
@@ -86,7 +86,7 @@ def test_a_fault_of_a_callback_leaves_a_checkpoint_from_which_the_run_is_the_sam
         f"error: ValueError: no; ended after step {step}; continue with --resume_from_checkpoint latest; traceback in "
         f"{file}"
     )
-    assert fault(run.folder.checkpoint(step)) is None
+    assert find_damage(run.folder.checkpoint(step)) is None
     assert records(run, "event")[-1]["fault"] == "ValueError: no\nroom"
     resumed = trained(config(eval_steps=2, resume_from_checkpoint="latest"))
     assert same_weights(resumed, whole) and hashes(resumed) == hashes(whole)
@@ -105,7 +105,7 @@ def test_the_traceback_is_on_the_screen_where_it_is_asked_for(config, capsys, mo
 
 def test_a_run_ended_by_a_callback_keeps_its_exit_code_and_its_step(config):
     run, error = ended(config(), Fails("on_step_end", 3, SystemExit(7)))
-    assert error.code == 7 and fault(run.folder.checkpoint(3)) is None
+    assert error.code == 7 and find_damage(run.folder.checkpoint(3)) is None
 
 
 def test_a_model_card_that_fails_costs_no_checkpoint(config, monkeypatch):
@@ -114,7 +114,7 @@ def test_a_model_card_that_fails_costs_no_checkpoint(config, monkeypatch):
 
     monkeypatch.setattr("hfgpt.training.saving.model_card", fails)
     run, error = ended(config())
-    assert "no card" in str(error) and fault(run.folder.checkpoint(2)) is None
+    assert "no card" in str(error) and find_damage(run.folder.checkpoint(2)) is None
     assert "no card" in (run.folder.checkpoint(2) / "README.md").read_text()
 
 
@@ -130,7 +130,7 @@ def test_a_tracker_that_fails_costs_no_step(config, monkeypatch):
 
     monkeypatch.setattr(CallbackHandler, "call_event", call_event)
     run, _ = ended(config())
-    assert fault(run.folder.checkpoint(3)) is None and [r["step"] for r in records(run)] == [1, 2, 3]
+    assert find_damage(run.folder.checkpoint(3)) is None and [r["step"] for r in records(run)] == [1, 2, 3]
 
 
 class ModelFails(TrainerCallback):
@@ -152,7 +152,7 @@ def test_a_step_that_fails_half_way_leaves_the_one_before(config, whole):
     """Its second micro-batch raises: the gradient is there, the update is not."""
     run, error = ended(config(eval_steps=2), ModelFails(6, True, ZeroDivisionError("3")))
     assert isinstance(error, ZeroDivisionError)
-    assert fault(run.folder.checkpoint(2)) is None and not run.folder.checkpoint(3).exists()
+    assert find_damage(run.folder.checkpoint(2)) is None and not run.folder.checkpoint(3).exists()
     assert same_weights(trained(config(eval_steps=2, resume_from_checkpoint="latest")), whole)
 
 
@@ -171,7 +171,7 @@ def test_an_update_that_fails_half_way_is_not_saved(config, monkeypatch):
         pretrainer.train()
     assert "step 3 is not saved, as the next one had begun" in raised.value.end_of_run
     assert [path.name for path in pretrainer.run.folder.checkpoints()] == ["checkpoint-2"]
-    assert fault(pretrainer.run.folder.checkpoint(2)) is None
+    assert find_damage(pretrainer.run.folder.checkpoint(2)) is None
 
 
 def test_a_checkpoint_that_cannot_be_written_at_the_end_is_no_second_fault(config, monkeypatch):
@@ -188,13 +188,13 @@ def test_a_checkpoint_that_cannot_be_written_at_the_end_is_no_second_fault(confi
     with pytest.raises(ValueError, match="first") as raised:
         pretrainer.train()
     assert "step 3 is not saved (OSError: [Errno 28] No space" in raised.value.end_of_run
-    assert "continue with" in raised.value.end_of_run and fault(pretrainer.run.folder.checkpoint(2)) is None
+    assert "continue with" in raised.value.end_of_run and find_damage(pretrainer.run.folder.checkpoint(2)) is None
 
 
 def test_a_model_is_in_training_mode_again_after_an_evaluation_that_fails(config):
     run, error = ended(config(eval_steps=1), ModelFails(2, False, ValueError("no")))
     assert isinstance(error, ValueError) and str(error) == "no"
-    assert run.step.model.training and fault(run.folder.checkpoint(1)) is None
+    assert run.step.model.training and find_damage(run.folder.checkpoint(1)) is None
 
 
 NO_MEMORY = [torch.OutOfMemoryError("no room"), RuntimeError("DefaultCPUAllocator: can't allocate memory: 8 bytes")]
@@ -206,7 +206,7 @@ def test_memory_that_runs_out_in_evaluation_names_its_batch_size(config, error):
     failing = Pretrainer(settings, [ModelFails(2, False, error)])
     with pytest.raises(RunError, match=r"in evaluation with batches of 4 .*--per_device_eval_batch_size; ended"):
         failing.train()
-    assert fault(failing.run.folder.checkpoint(1)) is None
+    assert find_damage(failing.run.folder.checkpoint(1)) is None
 
 
 @pytest.mark.parametrize("error", NO_MEMORY)
@@ -388,7 +388,7 @@ def test_a_closed_terminal_ends_a_run_like_any_signal_but_not_under_nohup(config
         signal.signal(signal.SIGHUP, before)
     run, error = ended(config(), HangUp())
     assert error.exit_code == 129 and str(error).startswith("SIGHUP; ended after step 3; continue")
-    assert fault(run.folder.checkpoint(3)) is None
+    assert find_damage(run.folder.checkpoint(3)) is None
 
 
 def test_a_signal_ends_a_compilation_at_once(config, monkeypatch):

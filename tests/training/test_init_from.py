@@ -61,7 +61,7 @@ def test_the_fact_is_recorded_and_a_resumed_run_does_not_need_the_source(begun, 
     assert [line["loss"] for line in records(whole)] == [line["loss"] for line in records(resumed)]
     run = json.loads(resumed.folder.run_json.read_text())
     assert run["config"]["init_from"] == str(folder) and run["config"]["model"]["n_layer"] == 2
-    assert "| begun from | the weights of checkpoint-6 |" in (resumed.folder.checkpoint(6) / "README.md").read_text()
+    assert "| initial weights | those of checkpoint-6 |" in (resumed.folder.checkpoint(6) / "README.md").read_text()
     assert f"start from {folder}" in "\n".join(resumed.plan.lines())
     (record,) = records(resumed, "changed_settings")
     assert not record["changed_settings"] and "is not read" not in caplog.text
@@ -89,7 +89,7 @@ def test_parameters_are_float32_and_old_buffers_and_padding_are_left_behind(begu
     state = prepared(settings(init_from=str(tmp_path / "half"))).step.model.state_dict()
     assert {value.dtype for value in state.values()} == {torch.float32}
     assert all(state[name].equal(value.float()) for name, value in to_parameter_names(tensors).items())
-    with pytest.raises(UserError, match="a model alone, from which --init_from starts a run"):
+    with pytest.raises(UserError, match="only a model, from which --init_from starts a run"):
         trained(settings(resume_from_checkpoint=str(tmp_path / "half")))
 
 
@@ -179,7 +179,7 @@ def test_a_recipes_tokenizer_and_lengths_serve_weights_that_have_none(config, tm
         recorded["sequence_length"] == {"recipe": 64, "now": positions} and recorded["model"]["recipe"] == "gpt2-125m"
     )
     assert (
-        f"sequence_length: {positions}, as the recipe's 64 does not go with what is stated" in capsys.readouterr().out
+        f"sequence_length: {positions}, because the recipe's 64 conflicts with your settings" in capsys.readouterr().out
     )
     with pytest.raises(UserError, match="sequence_length=64: is above"):
         trained(
@@ -270,5 +270,5 @@ def test_a_model_of_the_hub_is_pinned_and_fetched_by_the_main_process_alone(tmp_
     weights = to_parameter_names(load_file(tmp_path / "run" / "checkpoint-2" / "model.safetensors"))
     assert all(torch.allclose(weights[name], value, atol=1e-6) for name, value in tensors.items())
     card = (tmp_path / "run" / "checkpoint-3" / "README.md").read_text()
-    assert f"begun from | the weights of user/model@{commit}" in card and "base_model: user/model\n" in card
+    assert f"initial weights | those of user/model@{commit}" in card and "base_model: user/model\n" in card
     assert json.loads((tmp_path / "run" / "run.json").read_text())["config"]["init_from"] == f"user/model@{commit}"
