@@ -16,7 +16,8 @@ from transformers import TrainerCallback
 
 from hfgpt import Pretrainer
 from hfgpt.distributed.stop_signals import StopSignals
-from hfgpt.training.setup import TrainingRun, prepare
+from hfgpt.training.run import TrainingRun
+from hfgpt.training.setup import prepare
 from hfgpt.training.step import StepResult
 
 ROOT, NOWHERE = Path(__file__).parent.parent, Path(os.devnull)

@@ -19,7 +19,8 @@ from hfgpt.planning.estimate import GPT2_VOCABULARY, default_length
 from hfgpt.training.batch_size import time_splits
 from hfgpt.training.lr_schedule import LearningRate
 from hfgpt.training.optimizer import build_optimizer
-from hfgpt.training.setup import Machine, build_model
+from hfgpt.training.run import Machine
+from hfgpt.training.setup import build_model
 from hfgpt.training.step import TrainStep
 
 

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from hfgpt.distributed.compiler import explain_compiler_error
 from hfgpt.distributed.stop_signals import Interrupted
 from hfgpt.errors import RunError, UserError, first_line
+from hfgpt.training.run import TrainingRun
 from hfgpt.training.saving import record_lost_output, record_saved, start_save
-from hfgpt.training.setup import TrainingRun
 
 
 @contextmanager

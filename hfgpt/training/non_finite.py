@@ -1,4 +1,4 @@
-"""Figures of steps that the device may still be computing, and the guard against steps that are not finite."""
+"""Losses of steps that the device may still be computing, and what happens if they are not finite."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from hfgpt.training.step import StepResult
 
 logger = logging.getLogger(__name__)
 
-# Steps in a row that are left out because of a non-finite loss or gradient before the run gives up.
+# Skipped steps in a row, because of a non-finite loss or gradient, after which the run ends.
 MAX_SKIPPED_STEPS = 10
-# Steps whose text is held until their figures are read.
+# Steps whose text is kept until their losses are read.
 MAX_PENDING_STEPS = 32
 
 
 class Step(NamedTuple):
-    """`batch` is the whole step's, of all processes."""
+    """A step whose loss has not been read. `batch`: the blocks of all processes."""
 
     step: int
     learning_rate: float
@@ -32,9 +32,10 @@ class Step(NamedTuple):
 
 
 class NonFiniteGuard:
-    """Keeps each step's figures on the device until `read` fetches those of all steps at once.
+    """Keeps losses and gradient norms on the device until `read` fetches those of all pending steps at once.
 
-    `named`: what to record of the text in some rows of a step's blocks.
+    The optimizer skips a step whose loss or gradient is not finite on the device; this class records and counts such
+    steps. `named`: returns what to record of the text in some rows of a step.
     """
 
     def __init__(
@@ -42,36 +43,36 @@ class NonFiniteGuard:
     ) -> None:
         self.run, self.host, self.named = run, host, named
         self.pending: list[Step] = []
-        self.figures = torch.empty(0, 0)  # loss, gradient norm and micro-losses of each pending step
+        self.values = torch.empty(0, 0)  # (steps, 2 + micro-batches): loss, gradient norm, and the micro-batch losses
         self.skipped_in_a_row = 0
 
     @property
     def has_given_up(self) -> bool:
-        """Whether as many steps in a row were left out as end the run."""
+        """Whether so many steps in a row were skipped that the run ends."""
         return self.skipped_in_a_row >= MAX_SKIPPED_STEPS
 
     def add(self, step: Step, result: StepResult) -> None:
         loss, grad_norm, micro_losses = result
         width = 2 + len(micro_losses)
-        if len(self.pending) == MAX_PENDING_STEPS or (self.pending and width != self.figures.shape[1]):
+        if len(self.pending) == MAX_PENDING_STEPS or (self.pending and width != self.values.shape[1]):
             self.read()
-        if not self.pending and width != self.figures.shape[1]:
-            # In one place: small tensors that live on between large freed ones keep their memory from being reused.
-            self.figures = torch.empty(MAX_PENDING_STEPS, width, device=loss.device)
-        self.figures[len(self.pending)] = torch.cat([loss[None], grad_norm[None], micro_losses])
+        if not self.pending and width != self.values.shape[1]:
+            # One tensor: many small ones that outlive a step would fragment the device's memory.
+            self.values = torch.empty(MAX_PENDING_STEPS, width, device=loss.device)
+        self.values[len(self.pending)] = torch.cat([loss[None], grad_norm[None], micro_losses])
         self.pending.append(step)
 
     def read(self, alone: bool = False) -> dict[str, float]:
-        """The newest step's figures, empty if there is none since the last call; records the steps left out.
+        """Return loss, learning rate and gradient norm of the newest step, and record skipped steps.
 
-        To be called on all processes, or `alone`, where what was bad on the others is not known. Raises RunError after
-        MAX_SKIPPED_STEPS of these in a row.
+        Empty if there was no step since the last call. Call on all processes, or with `alone=True` on one that cannot
+        ask the others. Raises RunError after MAX_SKIPPED_STEPS skipped steps in a row.
         """
         if not self.pending:
             return {}
         steps, self.pending = self.pending, []
-        figures = self.figures[: len(steps)].tolist()
-        for step, (loss, norm, *micro_losses) in zip(steps, figures, strict=True):
+        values = self.values[: len(steps)].tolist()
+        for step, (loss, norm, *micro_losses) in zip(steps, values, strict=True):
             if math.isfinite(loss) and math.isfinite(norm):
                 self.skipped_in_a_row = 0
                 continue
@@ -85,18 +86,18 @@ class NonFiniteGuard:
                 documents=self.named(step.batch, rows),
             )
             where = f" on process {', '.join(map(str, ranks))}" if ranks and self.host.world_size > 1 else ""
-            logger.warning("step %d is left out: loss %s, gradient norm %s%s", step.step, loss, norm, where)
+            logger.warning("Skipped step %d: loss %s, gradient norm %s%s", step.step, loss, norm, where)
             if self.has_given_up:
                 raise RunError(
                     f"loss or gradient was not finite in {MAX_SKIPPED_STEPS} steps in a row, up to step {step.step}; "
-                    f"the newest checkpoint in {self.run.path}, if any, is from before; a lower learning_rate may help"
+                    f"the newest checkpoint in {self.run.path}, if any, is from before; try a lower learning_rate"
                 )
         return {"loss": loss, "learning_rate": steps[-1].learning_rate, "grad_norm": norm}
 
     def _bad_rows(self, total: int, micro_losses: list[float], unknown: bool) -> tuple[list[int] | None, list[int]]:
-        """Ranks and, of the step's `total`, blocks of the micro-batches whose loss is not finite.
+        """Return the ranks, and the rows among the step's `total`, whose micro-batch loss is not finite.
 
-        None and all blocks where only the gradient is not, which is summed over all of them, or where it is unknown.
+        (None, all rows) if only the gradient, which sums over all rows, is not finite, or if that is `unknown`.
         """
         if unknown:
             return None, list(range(total))

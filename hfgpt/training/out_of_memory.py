@@ -1,4 +1,4 @@
-"""Memory that runs out: found on all processes before they exchange gradients, and named for what it was needed for."""
+"""Running out of memory: noticed on all processes before they exchange gradients, and reported with a fix."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from hfgpt.errors import RunError, message
 
 
 class MemoryRanOut(Exception):
-    """The device had no room for a micro-batch of this step, on one process or more; nothing was updated."""
+    """A micro-batch did not fit on the device of some process. Nothing was updated."""
 
 
 class MemoryWatch:
-    """Sees to it that all processes know of a micro-batch that did not fit before any of them exchanges gradients."""
+    """Lets all processes know that a micro-batch did not fit before any of them exchanges gradients."""
 
     def __init__(self, host: Ranks, sharded: bool) -> None:
         self.host, self.sharded, self.failed = host, sharded, False

@@ -1,4 +1,4 @@
-"""`Pretrainer`: the training loop. What is before the first step: setup.py; one optimizer update: step.py."""
+"""`Pretrainer`: the training loop. setup.py prepares a run, step.py makes one optimizer update."""
 
 from __future__ import annotations
 
@@ -22,25 +22,30 @@ from hfgpt.safe_output import safe
 from hfgpt.training.failures import how_to_continue, saved_on_failure
 from hfgpt.training.non_finite import Step
 from hfgpt.training.out_of_memory import out_of_memory_named
-from hfgpt.training.retry import attempts, rehearse
+from hfgpt.training.retry import attempts, fit_micro_batch
+from hfgpt.training.run import TrainingRun
 from hfgpt.training.saving import note_saved, record_lost_output, save
-from hfgpt.training.setup import TrainingRun, prepare
+from hfgpt.training.setup import prepare
 from hfgpt.training.step import StepResult
 
 
 class Pretrainer:
-    """Trains a GPT-2-style model by a `PretrainConfig`; `callbacks` are transformers `TrainerCallback`s."""
+    """Pretrains a GPT-2-style model.
 
-    run: TrainingRun  # from the beginning of `train` on
+    config: all settings of the run.
+    callbacks: transformers `TrainerCallback`s.
+    """
+
+    run: TrainingRun  # set by `train`
 
     def __init__(self, config: PretrainConfig, callbacks: Sequence[TrainerCallback] = ()) -> None:
         self.config, self.callbacks = config, callbacks
 
     def train(self) -> dict[str, Any]:
-        """Trains to the last step, and returns the newest evaluation record.
+        """Train to the last step and return the newest evaluation record.
 
-        Raises UserError, before anything is written, for a run that cannot work, and RunError for one that cannot
-        continue; what it has reached is saved.
+        Raises UserError, before anything is written, for settings that cannot work. Raises RunError if the run cannot
+        continue; its progress is saved.
         """
         with safe(), StopSignals() as signals:
             run = self.run = prepare(self.config, self.callbacks, signals)
@@ -48,7 +53,7 @@ class Pretrainer:
             with closing(run.folder), run.saver, closing(run.batches), saved_on_failure(run), ranks.share_failures():
                 if run.is_main:
                     print("\n".join(run.plan.lines()), flush=True)
-                # Read first: nothing is written for a run whose text fails at once.
+                # Read a batch first, so that nothing is written if the text cannot be read.
                 batch = None if run.is_complete else next_batch(run)
                 start(run)
                 if run.progress.evaluation_is_due:
@@ -57,7 +62,7 @@ class Pretrainer:
                     own, whole = batch or next_batch(run)
                     batch = None
                     run.callbacks.call("on_step_begin")
-                    for attempt in attempts(run):  # in smaller micro-batches where memory runs out
+                    for attempt in attempts(run):  # again with smaller micro-batches if memory runs out
                         with attempt:
                             result = step(*step.to_tensors(own.blocks), run.progress.step + 1)
                     advance(run, whole, result)
@@ -68,18 +73,18 @@ class Pretrainer:
                     if control.should_save or run.saver.is_postponed:
                         save(run)
                     record_lost_output(run)
-                    note_saved(run)  # last: callbacks take what was due for done then
+                    note_saved(run)  # last, because on_save resets control.should_save
                     run.callbacks.agree(ranks)
                 complete(run)
-        if self.config.push_to_hub and run.is_main:  # the other processes and the hold on the folder are gone
+        if self.config.push_to_hub and run.is_main:  # after the other processes have ended
             push_trained(self.config, run.folder.checkpoint(run.progress.step))
         return run.progress.evaluation
 
 
 def next_batch(run: TrainingRun) -> tuple[StepBatch, StepBatch]:
-    """The blocks of the next step: this process's share, and those of all processes.
+    """Return the blocks of the next step: this process's share, and those of all processes.
 
-    Where reading fails on any process, or a signal came, all of them save what they have and raise RunError.
+    If reading fails on any process, or a signal arrived, all processes save and raise RunError.
     """
     ranks = run.machine.ranks
     own: StepBatch | UserError | RunError | None
@@ -105,7 +110,7 @@ def next_batch(run: TrainingRun) -> tuple[StepBatch, StepBatch]:
 
 
 def start(run: TrainingRun) -> None:
-    """Claim the run folder, and record that the run starts or continues."""
+    """Lock the run folder, and record that the run starts or resumes."""
     run.machine.ranks.from_main(run.folder.claim)
     if not (run.resumed and run.folder.run_json.exists()):
         run.folder.start(run.facts)
@@ -119,12 +124,12 @@ def start(run: TrainingRun) -> None:
     else:
         run.record(event="start")
     with run.signals.interruptible():
-        rehearse(run)
+        fit_micro_batch(run)
     run.callbacks.call("on_train_begin")
 
 
 def advance(run: TrainingRun, batch: StepBatch, result: StepResult) -> None:
-    """Count a finished step, put its text in the ledger, and let the callbacks say what is due."""
+    """Count the finished step, write its text to the ledger, and ask the callbacks what is due."""
     progress, control = run.progress, run.callbacks.control
     progress.step += 1
     progress.num_input_tokens_seen += run.step.batch.tokens_per_step
@@ -143,18 +148,18 @@ def advance(run: TrainingRun, batch: StepBatch, result: StepResult) -> None:
 
 
 def log(run: TrainingRun) -> None:
-    """The training record of the newest step: the only place where the host waits for the device."""
+    """Record the newest step. Only here does the loop wait for the device."""
     if not (logs := run.non_finite.read()):
         return
     logs["memory_bytes"] = peak_memory_bytes(run.machine.accelerator.device)
     try:
         run.callbacks.report(logs)
-    finally:  # whatever a callback does
+    finally:  # even if a callback fails
         run.record(**logs)
 
 
 def evaluate(run: TrainingRun) -> dict[str, Any] | None:
-    """The evaluation record of the model as it is; None where a signal to any process ended it early."""
+    """Evaluate the model and record the result. Returns None if a signal to any process interrupted it."""
     run.non_finite.read()
     batch_size = run.config.per_device_eval_batch_size or run.step.batch.micro_batch
     of_tokens = partial(
@@ -178,23 +183,23 @@ def evaluate(run: TrainingRun) -> dict[str, Any] | None:
     try:
         run.callbacks.report(metrics)
         run.callbacks.call("on_evaluate", metrics)
-    finally:  # whatever a callback does
+    finally:  # even if a callback fails
         run.callbacks.control.should_save |= run.progress.note_evaluation(metrics) and run.config.save_best
         run.record(**metrics)
     return metrics
 
 
 def evaluate_or_stop(run: TrainingRun) -> None:
-    """An evaluation that a signal ended early before, as the checkpoint says. Another signal stops the run."""
+    """Make up for an evaluation that a signal interrupted. Another signal stops the run."""
     if evaluate(run) is None:
         stop(run, next(filter(None, run.machine.ranks.gather(run.signals.to_error()))))
 
 
 def complete(run: TrainingRun) -> None:
-    """After the last step: a missing evaluation, the last checkpoint, the end of the records."""
+    """After the last step: evaluate if that is missing, save the last checkpoint, end the records."""
     progress, max_steps = run.progress, run.plan.max_steps
     if not run.is_complete and run.is_main:
-        print(f"ended at step {progress.step} of {max_steps}: {run.callbacks.why_stopped()}", flush=True)
+        print(f"Stopped at step {progress.step} of {max_steps}: {run.callbacks.why_stopped()}", flush=True)
     if run.config.eval_steps and progress.evaluation_step != max_steps == progress.step:
         evaluate_or_stop(run)
     finish(run)
@@ -203,14 +208,14 @@ def complete(run: TrainingRun) -> None:
 
 
 def stop(run: TrainingRun, fault: Exception) -> NoReturn:
-    """Save what there is, and raise RunError that says how to continue. To be called on all processes."""
+    """Save, and raise RunError that says how to continue. Call on all processes."""
     finish(run, fault=str(fault))
     message = f"{fault}; ended after step {run.progress.step}; {how_to_continue(run)}"
     raise RunError(message, getattr(fault, "exit_code", 1))
 
 
 def finish(run: TrainingRun, fault: str | None = None) -> None:
-    """Leave the run with everything recorded and saved."""
+    """Save and record everything that is not yet."""
     if run.progress.step not in (0, run.saver.saved_step):
         save(run, at_end=True)
     note_saved(run, wait=True)

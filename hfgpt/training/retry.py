@@ -1,4 +1,4 @@
-"""A step that is taken again: in smaller micro-batches where memory ran out, or without a broken compiled file."""
+"""Retrying a step: with smaller micro-batches if memory ran out, or after removing a broken compiled file."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from hfgpt.distributed.device import release_memory
 from hfgpt.errors import RunError
 from hfgpt.training.batch_size import try_micro_batch
 from hfgpt.training.out_of_memory import MemoryRanOut, out_of_memory_named
-from hfgpt.training.setup import TrainingRun
+from hfgpt.training.run import TrainingRun
 
 logger = logging.getLogger(__name__)
 
 
 class Attempt:
-    """A context for one try of a step, which holds back the failures after which the step is taken again."""
+    """One attempt at a step, as a context that suppresses the errors after which the step is retried."""
 
     is_done = has_run_out = False
 
@@ -31,7 +31,7 @@ class Attempt:
         where = f"with micro-batches of {run.step.batch.micro_batch}"
         self.outer.enter_context(out_of_memory_named(where, "use a smaller --per_device_train_batch_size"))
         first_step = run.resumed.trainer_state["step"] if run.resumed else 0
-        if run.plan.compile.enabled and run.progress.step == first_step:  # compiles, for minutes perhaps
+        if run.plan.compile.enabled and run.progress.step == first_step:  # compiling may take minutes
             self.outer.enter_context(run.signals.interruptible())
 
     def __exit__(
@@ -44,33 +44,33 @@ class Attempt:
         elif not (isinstance(error, Exception) and self.run.step.ranks.world_size == 1 and remove_broken_cache(error)):
             return bool(self.outer.__exit__(kind, error, traceback))
         self.outer.close()
-        return kind is not None  # what the failed try holds is freed with its traceback
+        return kind is not None  # suppressing the exception frees its traceback, and the tensors that it holds
 
 
 def attempts(run: TrainingRun) -> Iterator[Attempt]:
-    """Tries of the next step, until one is done: `for attempt in attempts(run): with attempt: ...`."""
+    """Yield attempts until one succeeds: `for attempt in attempts(run): with attempt: ...`."""
     while True:
         yield (attempt := Attempt(run))
         if attempt.is_done:
             return
         if attempt.has_run_out:
             use_smaller_micro_batch(run)
-            rehearse(run)
+            fit_micro_batch(run)
         else:
             run.step.optimizer.zero_grad()
 
 
-def rehearse(run: TrainingRun) -> None:
-    """Try a micro-batch where several processes hold the model, and use smaller ones until it fits.
+def fit_micro_batch(run: TrainingRun) -> None:
+    """Under DDP, try a micro-batch and make it smaller until it fits on all processes.
 
-    Memory that runs out while they exchange gradients finds them out of step; here all processes know of it.
+    A process that runs out of memory while gradients are exchanged leaves the others waiting, so this is found before.
     """
     step = run.step
     while step.ranks.world_size > 1 and not step.is_sharded:
         try:
             with step.memory.micro_batch(1, 2):
                 try_micro_batch(step, step.batch)
-            with step.memory.micro_batch(2, 2):  # asks the others
+            with step.memory.micro_batch(2, 2):  # raises on all processes if one of them failed
                 step.optimizer.zero_grad()
             return
         except MemoryRanOut:
@@ -79,7 +79,7 @@ def rehearse(run: TrainingRun) -> None:
 
 
 def use_smaller_micro_batch(run: TrainingRun) -> None:
-    """The same steps in smaller micro-batches from here on. Raises RunError where there are none."""
+    """Split this and later steps into smaller micro-batches. Raises RunError if they already have one sequence."""
     step, number = run.step, run.progress.step + 1
     step.optimizer.zero_grad()
     release_memory(step.accelerator.device)

@@ -11,7 +11,7 @@ from hfgpt import safe_output
 from hfgpt.checkpointing import state
 from hfgpt.errors import first_line
 from hfgpt.hub.model_card import model_card
-from hfgpt.training.setup import TrainingRun
+from hfgpt.training.run import TrainingRun
 
 logger = logging.getLogger(__name__)
 

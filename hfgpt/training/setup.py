@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 import signal
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from accelerate import Accelerator
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, TrainerCallback
 
@@ -21,9 +20,9 @@ from hfgpt.checkpointing.saver import Saver
 from hfgpt.checkpointing.training_state import read_state
 from hfgpt.config import AUTO, Batch, PretrainConfig
 from hfgpt.data import TextData, prepare_again, prepare_data
-from hfgpt.data.stream import StepBatch, iterate, named_documents
+from hfgpt.data.stream import iterate, named_documents
 from hfgpt.distributed.compiler import choose_compile
-from hfgpt.distributed.device import Precision, device_name, memory_bytes, start_accelerator
+from hfgpt.distributed.device import device_name, memory_bytes, start_accelerator
 from hfgpt.distributed.fsdp2 import build_sharded_model, take_fsdp_request
 from hfgpt.distributed.ranks import Ranks
 from hfgpt.distributed.stop_signals import Interrupted, StopSignals
@@ -31,7 +30,7 @@ from hfgpt.errors import RunError, UserError
 from hfgpt.hub.push import check_push
 from hfgpt.model.attention_masks import document_attention
 from hfgpt.model.head_loss import HEAD_CHUNK_SIZE
-from hfgpt.model.memory import Setting, training_memory
+from hfgpt.model.memory import training_memory
 from hfgpt.model.modeling_gpt2 import new_model
 from hfgpt.training.batch_size import find_fastest_split, find_recorded_split
 from hfgpt.training.callbacks import Callbacks, callback_arguments, trackers
@@ -39,74 +38,22 @@ from hfgpt.training.init_from import initial_weights, resolve_init_from
 from hfgpt.training.lr_schedule import LearningRate
 from hfgpt.training.non_finite import NonFiniteGuard
 from hfgpt.training.optimizer import build_optimizer
-from hfgpt.training.plan import Plan, check_memory, run_facts, setting_of
+from hfgpt.training.plan import Plan, check_memory, run_facts
 from hfgpt.training.progress import Progress
 from hfgpt.training.resume import Resumed, resume
+from hfgpt.training.run import Machine, TrainingRun
 from hfgpt.training.step import TrainStep
 
 
-@dataclass(frozen=True)
-class Machine:
-    """The processes of a run, and what they compute on."""
-
-    ranks: Ranks
-    accelerator: Accelerator
-    precision: Precision
-    is_sharded: bool  # the processes share parameters and optimizer state (FSDP2)
-
-    def memory_setting(self, config: PretrainConfig, batch: Batch, compiled: bool = False) -> Setting:
-        shares = self.ranks.world_size if self.is_sharded else 1
-        setting = setting_of(config, batch, self.precision.name, shares, self.accelerator.device.type)
-        return replace(setting, compiled=compiled)
-
-
-@dataclass
-class TrainingRun:
-    """All parts of a run, complete before its first step."""
-
-    config: PretrainConfig
-    plan: Plan  # what the settings came to, and why
-    machine: Machine
-    signals: StopSignals
-    folder: RunFolder
-    resumed: Resumed | None
-    data: TextData
-    batches: Generator[StepBatch, None, None]
-    position: dict[str, Any]  # in the text, of all processes, after the last finished step
-    step: TrainStep
-    progress: Progress
-    callbacks: Callbacks
-    non_finite: NonFiniteGuard
-    saver: Saver
-    facts: dict[str, Any]  # what run.json holds
-    has_started: bool = False  # the folder is claimed, and records are written
-    has_ended: bool = False
-    lost_output: set[str] = field(default_factory=set)  # streams whose loss is recorded
-
-    @property
-    def is_main(self) -> bool:
-        return self.machine.ranks.rank == 0
-
-    @property
-    def is_complete(self) -> bool:
-        return self.progress.step >= self.plan.max_steps
-
-    def record(self, **values: Any) -> None:
-        """Add a line to metrics.jsonl."""
-        self.progress.wall_seconds = self.callbacks.mfu.total_seconds
-        counters = {key: getattr(self.progress, key) for key in ("step", "num_input_tokens_seen", "wall_seconds")}
-        self.folder.record(**{**counters, **values})
-
-
 def prepare(config: PretrainConfig, callbacks: Sequence[TrainerCallback], signals: StopSignals) -> TrainingRun:
-    """A run that is ready for its next step: device, text, model, optimizer, and where a resumed one stood.
+    """Build everything that the loop uses: device, text, model, optimizer, and the state of a resumed run.
 
-    To be called on all processes. Raises UserError, with nothing written, for a run that cannot work.
+    Call on all processes. Raises UserError, with nothing written, for a run that cannot work.
     """
-    with _ended_by_signals(signals):
+    with _stopped_by_signals(signals):
         ranks = Ranks(config.ddp_timeout)
         if ranks.rank:
-            logging.getLogger("hfgpt").setLevel(logging.ERROR)  # the main process speaks for all
+            logging.getLogger("hfgpt").setLevel(logging.ERROR)  # only the main process prints warnings
         is_sharded = take_fsdp_request()
         with ranks.share_failures():
             ranks.rendezvous()
@@ -116,13 +63,13 @@ def prepare(config: PretrainConfig, callbacks: Sequence[TrainerCallback], signal
 
 
 @contextmanager
-def _ended_by_signals(signals: StopSignals) -> Iterator[None]:
-    """A signal inside ends the run at once, with the exit code of that signal."""
+def _stopped_by_signals(signals: StopSignals) -> Iterator[None]:
+    """End the run at once if a signal arrives inside, with the exit code of that signal."""
     try:
         with signals.interruptible():
             yield
     except Interrupted as error:
-        fault = signals.to_error() or RunError("the main process was told to end", 128 + signal.SIGTERM)
+        fault = signals.to_error() or RunError("the main process was stopped", 128 + signal.SIGTERM)
         cause = f"{error}; ended by " if str(error) else ""
         raise RunError(f"{cause}{fault} before the first step", fault.exit_code) from error
 
@@ -143,7 +90,7 @@ def _prepare(
     max_steps = config.total_steps(batch, epoch_blocks)
     compiled = choose_compile(config.torch_compile, device, max_steps * batch.accumulation)
 
-    weights: dict[str, Tensor] = {}  # of the main process alone: it hands them to the others
+    weights: dict[str, Tensor] = {}  # filled on the main process, which sends them to the others
     if config.init_from and not resume_from:
         weights = initial_weights(config.init_from, data.tokenizer, ranks)
     model = build_model(config, data.tokenizer, machine, compiled.enabled, weights)
@@ -153,31 +100,21 @@ def _prepare(
         *(config, model.config, batch, max_steps, *choices, data.description, str(folder.checkpoint(max_steps))),
         setting=machine.memory_setting(config, batch, compiled.enabled),
     )
-    progress, position, resumed = Progress(skipped_rows=data.skipped.copy()), data.train.start, None
-    learning_rate, is_measured = LearningRate(config, max_steps), config.per_device_train_batch_size == AUTO
-    if resume_from:
-        resumed = resume(resume_from, folder, plan, data, ranks)
-        resumed.load(model, optimizer, machine.accelerator.scaler, ranks)
-        progress, position, learning_rate = resumed.progress, resumed.position, resumed.learning_rate
-        if recorded := find_recorded_split(config, batch, resumed.trainer_state):
-            (batch, line), is_measured = recorded, False
-            data.description.append(line)
+    resumed = resume(resume_from, folder, plan, data, ranks) if resume_from else None
+    if resumed:
+        resumed.load(model, optimizer, accelerator.scaler, ranks)
+    progress = resumed.progress if resumed else Progress(skipped_rows=data.skipped.copy())
+    position = resumed.position if resumed else data.train.start
     step = TrainStep(
         *(model, optimizer, batch),
         accelerator=accelerator,
         ranks=ranks,
-        learning_rate=learning_rate,
+        learning_rate=resumed.learning_rate if resumed else LearningRate(config, max_steps),
         seed=config.seed,
         max_grad_norm=config.max_grad_norm,
         attention=attention_arguments(config, model, data.tokenizer, compiled.enabled),
     )
-    if is_measured:
-
-        def needed_bytes(cut: Batch) -> int:
-            return training_memory(model.config, machine.memory_setting(config, cut, compiled.enabled)).peak
-
-        step.batch, line = find_fastest_split(step, needed_bytes)
-        data.description.append(line)
+    data.description.extend(_choose_micro_batch(config, machine, step, resumed, compiled.enabled))
     plan = replace(plan, batch=step.batch, setting=machine.memory_setting(config, step.batch, compiled.enabled))
     args = callback_arguments(config, step.batch, max_steps, machine.precision.name, compiled.enabled, resume_from)
     decode = partial(data.tokenizer.decode, skip_special_tokens=True)
@@ -207,8 +144,25 @@ def _prepare(
     )
 
 
+def _choose_micro_batch(
+    config: PretrainConfig, machine: Machine, step: TrainStep, resumed: Resumed | None, compiled: bool
+) -> list[str]:
+    """Set the micro-batch of a resumed run, or with "auto" the fastest. Returns lines for the plan."""
+    if resumed and (recorded := find_recorded_split(config, step.batch, resumed.trainer_state)):
+        step.batch, line = recorded
+        return [line]
+    if config.per_device_train_batch_size != AUTO:
+        return []
+
+    def needed_bytes(split: Batch) -> int:
+        return training_memory(step.model.config, machine.memory_setting(config, split, compiled)).peak
+
+    step.batch, line = find_fastest_split(step, needed_bytes)
+    return [line]
+
+
 def _check_folder(config: PretrainConfig, folder: RunFolder) -> Path | None:
-    """The checkpoint to resume from. Raises UserError for a folder, or a repository, that cannot be written."""
+    """Find the checkpoint to resume from. Raises UserError if the folder or the repository cannot be written."""
     folder.check_writable()
     folder.check_free()
     if config.push_to_hub:
@@ -218,18 +172,18 @@ def _check_folder(config: PretrainConfig, folder: RunFolder) -> Path | None:
 
 def _check_sharding(config: PretrainConfig, machine: Machine) -> None:
     if machine.is_sharded and machine.precision.name == "fp16":
-        raise UserError("mixed_precision fp16: its loss scaling does not serve FSDP2; use bf16, or DDP")
+        raise UserError("mixed_precision=fp16: loss scaling does not work with FSDP2; use bf16, or DDP")
     if machine.is_sharded and config.per_device_train_batch_size == AUTO:
         raise UserError(
-            "per_device_train_batch_size=auto: processes that share the model cannot try what may not fit one of "
-            "them; state a number"
+            "per_device_train_batch_size=auto: not possible with FSDP2, where one process cannot run out of memory "
+            "alone; give a number"
         )
 
 
 def _open_text(
     config: PretrainConfig, batch: Batch, resume_from: Path | None, ranks: Ranks
 ) -> tuple[PretrainConfig, TextData]:
-    """The text, and the settings: what a recipe says of its own text gives way to the one that is stated."""
+    """Open the text. Settings of a recipe that do not apply to the user's text are replaced by defaults."""
 
     def open_for(settings: PretrainConfig) -> TextData:
         if resume_from is None:
@@ -251,13 +205,13 @@ def build_model(
     compiled: bool,
     weights: dict[str, Tensor],
 ) -> Any:
-    """The model on the device, with random weights or those given by name on the main process."""
+    """Build the model on its device, with random weights, or with `weights` if the main process has them."""
     make, device = partial(new_model, config.model, tokenizer, config.seed, weights), machine.accelerator.device
     model: Any = build_sharded_model(make, device, machine.precision.name) if machine.is_sharded else make().to(device)
     if config.gradient_checkpointing:
         getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
     if compiled:
-        model.compile(dynamic=False)  # in place, so that names in checkpoints stay as they are
+        model.compile(dynamic=False)  # in place, which keeps the names of parameters
     else:
         model.head_chunk_size = HEAD_CHUNK_SIZE
     return model
@@ -266,7 +220,9 @@ def build_model(
 def attention_arguments(
     config: PretrainConfig, model: Any, tokenizer: PreTrainedTokenizerBase, compiled: bool
 ) -> Callable[[Tensor], dict[str, Any]]:
-    """What the model's forward needs besides token ids (B, T): masks and positions if documents are kept apart."""
+    """Return what computes the extra inputs of the model from token ids (B, T): with document_masking, masks and
+    positions.
+    """
     if not config.document_masking:
         return lambda ids_BT: {}
     flex = compiled and next(model.parameters()).device.type == "cuda" and model.config.attn_pdrop == 0

@@ -23,7 +23,7 @@ from hfgpt.checkpointing import checkpoint, saver
 from hfgpt.distributed.device import default_device, device_name, synchronize
 from hfgpt.model.flops import parameter_counts
 from hfgpt.training import pretrainer, saving
-from hfgpt.training.setup import TrainingRun
+from hfgpt.training.run import TrainingRun
 
 WARM_UP_STEPS = 2
 QUIET_STEPS = 3  # before each save, with nothing being written

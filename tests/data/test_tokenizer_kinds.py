@@ -28,7 +28,7 @@ from hfgpt.hub.import_export import export
 from hfgpt.hub.verify import verify
 from hfgpt.model.configuration_gpt2 import model_rows
 from hfgpt.training.callbacks import SampleCallback
-from hfgpt.training.setup import TrainingRun
+from hfgpt.training.run import TrainingRun
 
 SPECIAL_TEXT = " ".join(
     ["<unk>", "<s>", "</s>", "[UNK]", "[SEP]", "[CLS]", "<pad>", "<extra_id_0>", END, "<|im_start|>"]

@@ -28,7 +28,7 @@ from hfgpt.distributed.launcher import is_launcher, rank_and_world_size
 from hfgpt.distributed.stop_signals import Interrupted, StopSignals, exit_on_signal
 from hfgpt.errors import RunError, UserError
 from hfgpt.training.callbacks import log_line
-from hfgpt.training.setup import TrainingRun
+from hfgpt.training.run import TrainingRun
 from hfgpt.training.step import TrainStep
 
 

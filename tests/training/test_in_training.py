@@ -103,7 +103,7 @@ def test_patience_ends_the_run_early_with_a_checkpoint(config, scripted, capsys,
     run = trained(config(eval_steps=1, save_steps=0, **flag), *callbacks)
     assert run.progress.step == 4 and names(run) == ["checkpoint-4"]
     assert records(run, "event")[-1]["event"] == "end" and records(run, "event")[-1]["fault"] is None
-    assert "ended at step 4 of 6: no better loss in 2 evaluations" in capsys.readouterr().out
+    assert "Stopped at step 4 of 6: no better loss in 2 evaluations" in capsys.readouterr().out
 
 
 def test_patience_counts_on_over_a_resume(config, scripted):

@@ -1,0 +1,78 @@
+"""`TrainingRun`: all parts of a run, complete before its first step. setup.py builds it, pretrainer.py uses it."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from accelerate import Accelerator
+
+from hfgpt.checkpointing.run_folder import RunFolder
+from hfgpt.checkpointing.saver import Saver
+from hfgpt.config import Batch, PretrainConfig
+from hfgpt.data import TextData
+from hfgpt.data.stream import StepBatch
+from hfgpt.distributed.device import Precision
+from hfgpt.distributed.ranks import Ranks
+from hfgpt.distributed.stop_signals import StopSignals
+from hfgpt.model.memory import Setting
+from hfgpt.training.callbacks import Callbacks
+from hfgpt.training.non_finite import NonFiniteGuard
+from hfgpt.training.plan import Plan, setting_of
+from hfgpt.training.progress import Progress
+from hfgpt.training.resume import Resumed
+from hfgpt.training.step import TrainStep
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The processes of a run and their devices."""
+
+    ranks: Ranks
+    accelerator: Accelerator
+    precision: Precision
+    is_sharded: bool  # FSDP2: parameters and optimizer state are split over the processes
+
+    def memory_setting(self, config: PretrainConfig, batch: Batch, compiled: bool = False) -> Setting:
+        shares = self.ranks.world_size if self.is_sharded else 1
+        setting = setting_of(config, batch, self.precision.name, shares, self.accelerator.device.type)
+        return replace(setting, compiled=compiled)
+
+
+@dataclass
+class TrainingRun:
+    """All parts of a run."""
+
+    config: PretrainConfig
+    plan: Plan  # what was decided from the settings, and why
+    machine: Machine
+    signals: StopSignals
+    folder: RunFolder
+    resumed: Resumed | None
+    data: TextData
+    batches: Generator[StepBatch, None, None]
+    position: dict[str, Any]  # in the text, after the last finished step
+    step: TrainStep
+    progress: Progress
+    callbacks: Callbacks
+    non_finite: NonFiniteGuard
+    saver: Saver
+    facts: dict[str, Any]  # what run.json holds
+    has_started: bool = False  # the folder is locked, and records are written
+    has_ended: bool = False
+    lost_output: set[str] = field(default_factory=set)  # output streams whose failure is recorded
+
+    @property
+    def is_main(self) -> bool:
+        return self.machine.ranks.rank == 0
+
+    @property
+    def is_complete(self) -> bool:
+        return self.progress.step >= self.plan.max_steps
+
+    def record(self, **values: Any) -> None:
+        """Add a line to metrics.jsonl."""
+        self.progress.wall_seconds = self.callbacks.mfu.total_seconds
+        counters = {key: getattr(self.progress, key) for key in ("step", "num_input_tokens_seen", "wall_seconds")}
+        self.folder.record(**{**counters, **values})
