@@ -17,10 +17,10 @@ from hfgpt.errors import UserError
 from hfgpt.model import flops
 from hfgpt.planning.estimate import GPT2_VOCABULARY, default_length
 from hfgpt.training.batch_size import time_splits
+from hfgpt.training.build_model import build_model
 from hfgpt.training.lr_schedule import LearningRate
 from hfgpt.training.optimizer import build_optimizer
 from hfgpt.training.run import Machine
-from hfgpt.training.setup import build_model
 from hfgpt.training.step import TrainStep
 
 

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import logging
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-from torch import Tensor
-from transformers import PreTrainedTokenizerBase, TrainerCallback
+from transformers import TrainerCallback
 
 from hfgpt.checkpointing.checkpoint import find_checkpoint
 from hfgpt.checkpointing.run_folder import RunFolder
@@ -23,16 +21,14 @@ from hfgpt.data import TextData, prepare_again, prepare_data
 from hfgpt.data.stream import iterate, named_documents
 from hfgpt.distributed.compiler import choose_compile
 from hfgpt.distributed.device import device_name, memory_bytes, start_accelerator
-from hfgpt.distributed.fsdp2 import build_sharded_model, take_fsdp_request
+from hfgpt.distributed.fsdp2 import take_fsdp_request
 from hfgpt.distributed.ranks import Ranks
 from hfgpt.distributed.stop_signals import Interrupted, StopSignals
 from hfgpt.errors import RunError, UserError
 from hfgpt.hub.push import check_push
-from hfgpt.model.attention_masks import document_attention
-from hfgpt.model.head_loss import HEAD_CHUNK_SIZE
 from hfgpt.model.memory import training_memory
-from hfgpt.model.modeling_gpt2 import new_model
 from hfgpt.training.batch_size import find_fastest_split, find_recorded_split
+from hfgpt.training.build_model import attention_arguments, build_model
 from hfgpt.training.callbacks import Callbacks, callback_arguments, trackers
 from hfgpt.training.init_from import initial_weights, resolve_init_from
 from hfgpt.training.lr_schedule import LearningRate
@@ -86,13 +82,11 @@ def _prepare(
     _check_sharding(config, machine)
     check_memory(config, batch, machine.memory_setting(config, batch), memory_bytes(device))
     config, data = _open_text(config, batch, resume_from, ranks)
-    epoch_blocks = getattr(data.train, "blocks_per_epoch", None)
-    max_steps = config.total_steps(batch, epoch_blocks)
+    max_steps = config.total_steps(batch, getattr(data.train, "blocks_per_epoch", None))
     compiled = choose_compile(config.torch_compile, device, max_steps * batch.accumulation)
 
-    weights: dict[str, Tensor] = {}  # filled on the main process, which sends them to the others
-    if config.init_from and not resume_from:
-        weights = initial_weights(config.init_from, data.tokenizer, ranks)
+    # Only the main process reads the weights; it sends them to the others.
+    weights = initial_weights(config.init_from, data.tokenizer, ranks) if config.init_from and not resume_from else {}
     model = build_model(config, data.tokenizer, machine, compiled.enabled, weights)
     optimizer = build_optimizer(model, config)
     choices = (machine.precision, compiled, device_name(device))
@@ -116,7 +110,6 @@ def _prepare(
     )
     data.description.extend(_choose_micro_batch(config, machine, step, resumed, compiled.enabled))
     plan = replace(plan, batch=step.batch, setting=machine.memory_setting(config, step.batch, compiled.enabled))
-    args = callback_arguments(config, step.batch, max_steps, machine.precision.name, compiled.enabled, resume_from)
     decode = partial(data.tokenizer.decode, skip_special_tokens=True)
     return TrainingRun(
         config=config,
@@ -132,12 +125,7 @@ def _prepare(
         position=position,
         step=step,
         progress=progress,
-        callbacks=Callbacks(
-            *(config, own_callbacks, reporting, args, progress, step, data.tokenizer),
-            is_main=(accelerator.is_main_process, accelerator.is_local_main_process),
-            blocks_per_epoch=epoch_blocks,
-            saved_states=resumed.trainer_state.get("callbacks", {}) if resumed else {},
-        ),
+        callbacks=_build_callbacks(plan, machine, own_callbacks, reporting, data, step, progress, resumed),
         non_finite=NonFiniteGuard(folder, ranks, partial(named_documents, data.train, decode)),
         saver=Saver(folder, config.save_total_limit, config.max_failed_saves, progress.step if resumed else None),
         facts=run_facts(progress.run_id, plan, data.train.fingerprint),
@@ -159,6 +147,26 @@ def _choose_micro_batch(
 
     step.batch, line = find_fastest_split(step, needed_bytes)
     return [line]
+
+
+def _build_callbacks(
+    plan: Plan,
+    machine: Machine,
+    own: Sequence[TrainerCallback],
+    reporting: Sequence[TrainerCallback],
+    data: TextData,
+    step: TrainStep,
+    progress: Progress,
+    resumed: Resumed | None,
+) -> Callbacks:
+    config, accelerator, resumed_from = plan.config, machine.accelerator, resumed.folder if resumed else None
+    choices = (plan.max_steps, machine.precision.name, plan.compile.enabled, resumed_from)
+    return Callbacks(
+        *(config, own, reporting, callback_arguments(config, step.batch, *choices), progress, step, data.tokenizer),
+        is_main=(accelerator.is_main_process, accelerator.is_local_main_process),
+        blocks_per_epoch=getattr(data.train, "blocks_per_epoch", None),
+        saved_states=resumed.trainer_state.get("callbacks", {}) if resumed else {},
+    )
 
 
 def _check_folder(config: PretrainConfig, folder: RunFolder) -> Path | None:
@@ -196,34 +204,3 @@ def _open_text(
             return config, ranks.from_main(partial(open_for, config))
         except UserError as error:
             config = config.without(error)
-
-
-def build_model(
-    config: PretrainConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    machine: Machine,
-    compiled: bool,
-    weights: dict[str, Tensor],
-) -> Any:
-    """Build the model on its device, with random weights, or with `weights` if the main process has them."""
-    make, device = partial(new_model, config.model, tokenizer, config.seed, weights), machine.accelerator.device
-    model: Any = build_sharded_model(make, device, machine.precision.name) if machine.is_sharded else make().to(device)
-    if config.gradient_checkpointing:
-        getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
-    if compiled:
-        model.compile(dynamic=False)  # in place, which keeps the names of parameters
-    else:
-        model.head_chunk_size = HEAD_CHUNK_SIZE
-    return model
-
-
-def attention_arguments(
-    config: PretrainConfig, model: Any, tokenizer: PreTrainedTokenizerBase, compiled: bool
-) -> Callable[[Tensor], dict[str, Any]]:
-    """Return what computes the extra inputs of the model from token ids (B, T): with document_masking, masks and
-    positions.
-    """
-    if not config.document_masking:
-        return lambda ids_BT: {}
-    flex = compiled and next(model.parameters()).device.type == "cuda" and model.config.attn_pdrop == 0
-    return partial(document_attention, separator_id=tokenizer.eos_token_id, flex=flex)

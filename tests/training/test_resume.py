@@ -160,7 +160,7 @@ def test_a_stretched_curve_goes_on_where_it_was_and_ends_with_the_run(config, ca
             trained(config(name, **constant_end), StopAt(5))
         options = {"resume_from_checkpoint": "latest", "lr_schedule_on_resume": "stretch"}
         run = trained(config(name, **{**constant_end, "max_steps": count}, **options))
-        assert f"ended at step 8, stretched to max_steps={count}" in caplog.text
+        assert f"ended at step 8, is stretched to max_steps={count}" in caplog.text
         stretched = [line["learning_rate"] for line in records(run)]
         assert stretched[:4] == rates[:4]
         assert stretched[1:] == sorted(stretched[1:], reverse=True)

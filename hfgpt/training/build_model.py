@@ -1,0 +1,48 @@
+"""The model of a run: on its device, sharded, compiled, with recomputation, and with its attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from hfgpt.config import PretrainConfig
+from hfgpt.distributed.fsdp2 import build_sharded_model
+from hfgpt.model.attention_masks import document_attention
+from hfgpt.model.head_loss import HEAD_CHUNK_SIZE
+from hfgpt.model.modeling_gpt2 import new_model
+from hfgpt.training.run import Machine
+
+
+def build_model(
+    config: PretrainConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    machine: Machine,
+    compiled: bool,
+    weights: dict[str, Tensor],
+) -> Any:
+    """Build the model on its device, with random weights, or with `weights` if the main process has them."""
+    make, device = partial(new_model, config.model, tokenizer, config.seed, weights), machine.accelerator.device
+    model: Any = build_sharded_model(make, device, machine.precision.name) if machine.is_sharded else make().to(device)
+    if config.gradient_checkpointing:
+        getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+    if compiled:
+        model.compile(dynamic=False)  # in place, which keeps the names of parameters
+    else:
+        model.head_chunk_size = HEAD_CHUNK_SIZE
+    return model
+
+
+def attention_arguments(
+    config: PretrainConfig, model: Any, tokenizer: PreTrainedTokenizerBase, compiled: bool
+) -> Callable[[Tensor], dict[str, Any]]:
+    """Return what computes the extra inputs of the model from token ids (B, T): with document_masking, masks and
+    positions.
+    """
+    if not config.document_masking:
+        return lambda ids_BT: {}
+    flex = compiled and next(model.parameters()).device.type == "cuda" and model.config.attn_pdrop == 0
+    return partial(document_attention, separator_id=tokenizer.eos_token_id, flex=flex)
