@@ -20,10 +20,9 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hfgpt.checkpointing.training_state import STATE, read_state
-from hfgpt.data import documents_of
 from hfgpt.data.encoding import Document, Encoder, make_repeatable
 from hfgpt.data.remote import model_files
-from hfgpt.data.sources import open_source
+from hfgpt.data.sources import open_source, read_documents
 from hfgpt.distributed.compiler import choose_compile
 from hfgpt.distributed.device import device_name, start_accelerator
 from hfgpt.distributed.fsdp2 import take_sharding
@@ -233,7 +232,7 @@ def read_text(
         encoder.newline_id = None  # nothing to be joined by it
     read: list[Document] = []
     targets, count, lost = 0, 0, Counter[str]()
-    for text in documents_of(opened, opened.units, skipped):
+    for text in read_documents(opened, opened.units, skipped):
         [document] = encoder.documents([text])
         lost, count = lost + document.lost, count + 1
         if not len(document.ids):

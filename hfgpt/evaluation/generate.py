@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer, DynamicCache, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from hfgpt.data.encoding import BYTE_TOKEN, Encoder, make_repeatable
+from hfgpt.data.encoding import Encoder, make_repeatable
 from hfgpt.data.tokenization import has_tokenizer
+from hfgpt.data.tokenizer_model import BYTE_TOKEN
 from hfgpt.distributed.device import default_device, step_seed
 from hfgpt.errors import RunError, UserError
 from hfgpt.model.configuration_gpt2 import model_rows

@@ -21,9 +21,9 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 
 from hfgpt.data.encoding import Encoder
+from hfgpt.data.local_files import local_files
 from hfgpt.data.remote import hub_files
 from hfgpt.data.rows import read_rows
-from hfgpt.data.sources import local_files
 from hfgpt.distributed.ranks import HostGroup
 from hfgpt.errors import RunError, UserError
 from hfgpt.evaluation.loss import shown

@@ -7,7 +7,6 @@ import logging
 import re
 import shlex
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,11 +20,12 @@ from hfgpt.checkpointing.checkpoint import MANIFEST
 from hfgpt.checkpointing.run_folder import RunFolder
 from hfgpt.checkpointing.training_state import STATE, read_state
 from hfgpt.config import PretrainConfig
-from hfgpt.data.remote import asked_pause, deadline, first_line, is_passing, quiet_hub
+from hfgpt.data.remote import quiet_hub
 from hfgpt.errors import RunError, UserError
 from hfgpt.evaluation.results import recorded_evaluations
 from hfgpt.hub.model_card import PLOT, addressed, curves, languages, loss_plot, model_card, public
 from hfgpt.hub.verify import verify
+from hfgpt.retry import first_line, is_temporary, retry
 
 logger = logging.getLogger(__name__)
 
@@ -71,15 +71,15 @@ def push(
         disable_progress_bars()
     try:
         with quiet_hub():
-            name = repo_id if "/" in repo_id else f"{_patiently(api.whoami)['name']}/{repo_id}"
+            name = repo_id if "/" in repo_id else f"{_call_hub(api.whoami)['name']}/{repo_id}"
             _check_card(license, language)
             files = _files(folder, name, revision, license, language)
-            _patiently(lambda: api.create_repo(name, private=private, exist_ok=True))
-            if private and not _patiently(lambda: api.model_info(name)).private:
+            _call_hub(lambda: api.create_repo(name, private=private, exist_ok=True))
+            if private and not _call_hub(lambda: api.model_info(name)).private:
                 raise RunError(f"{name} is public, and nothing was pushed to it; name another one, or change it there")
             if revision is not None:
-                _patiently(lambda: api.create_branch(name, branch=revision, exist_ok=True))
-            commit = _patiently(lambda: _commit(api, name, files, revision), _size(files))
+                _call_hub(lambda: api.create_branch(name, branch=revision, exist_ok=True))
+            commit = _call_hub(lambda: _commit(api, name, files, revision), _size(files))
             _tell_others(api, name, revision, files)
             if tag is not None:
                 _tag(api, name, tag, commit.oid)
@@ -117,7 +117,7 @@ def check_push(config: PretrainConfig) -> None:
     token = check_access(config.hub_repo_id())
     try:
         with quiet_hub():
-            user = _patiently(HfApi(token=token).whoami, tries=2)
+            user = _call_hub(HfApi(token=token).whoami, tries=2)
             _check_card(config.hub_license, config.hub_language)
     except UserError:
         raise
@@ -185,7 +185,7 @@ def _check_card(license: str | None, language: str | None) -> None:
     told = ModelCardData(license=license, language=languages(language))
     try:
         if told.to_dict():
-            _patiently(ModelCard(f"---\n{told}\n---\n").validate)
+            _call_hub(ModelCard(f"---\n{told}\n---\n").validate)
     except ValueError as error:
         raise UserError(f"license={license}, language={language}: {' '.join(str(error).split())}") from None
 
@@ -193,14 +193,14 @@ def _check_card(license: str | None, language: str | None) -> None:
 def _tell_others(api: HfApi, repo_id: str, revision: str | None, files: dict[str, Path | bytes]) -> None:
     """Warn of weights in the repository that are not ours: other tools may load them instead."""
     weights = (".bin", ".safetensors", ".index.json", ".pt", ".h5", ".msgpack", ".gguf")
-    there = _patiently(lambda: api.list_repo_files(repo_id, revision=revision))
+    there = _call_hub(lambda: api.list_repo_files(repo_id, revision=revision))
     if others := [name for name in there if name.endswith(weights) and name not in files]:
         logger.warning("%s also holds %s, which others may load instead; take them out there", repo_id, others)
 
 
 def _tag(api: HfApi, repo_id: str, tag: str, commit: str) -> None:
-    _patiently(lambda: api.create_tag(repo_id, tag=tag, revision=commit, exist_ok=True))
-    there = {ref.name: ref.target_commit for ref in _patiently(lambda: api.list_repo_refs(repo_id)).tags}
+    _call_hub(lambda: api.create_tag(repo_id, tag=tag, revision=commit, exist_ok=True))
+    there = {ref.name: ref.target_commit for ref in _call_hub(lambda: api.list_repo_refs(repo_id)).tags}
     if there.get(tag, commit) != commit:
         raise RunError(f"pushed to {repo_id}, but tag {tag} already names commit {there[tag][:12]}; choose another tag")
 
@@ -209,25 +209,29 @@ def _size(files: dict[str, Path | bytes]) -> int:
     return sum(len(content) if isinstance(content, bytes) else content.stat().st_size for content in files.values())
 
 
-def _patiently(call: Callable[[], T], size_bytes: int = 0, tries: int = TRIES) -> T:
-    """What `call` returns, called again with growing pauses while the server is busy or the way to it fails."""
-    began, pause = time.monotonic(), 1.0
-    while True:
-        try:
-            with deadline(TRY_SECONDS + size_bytes / SLOWEST_BYTES_PER_SECOND):
-                return call()
-        except Exception as error:
-            tries -= 1
-            if not _may_pass(error) or not tries or time.monotonic() - began > PATIENCE_SECONDS:
-                raise
-            seconds = min(max(pause, asked_pause(error)), LONGEST_PAUSE_SECONDS)
-            logger.warning("the Hub: %s; trying again in %.0f s", _without_queries(first_line(error)), seconds)
-            time.sleep(seconds)
-            pause *= 2
+def _call_hub(call: Callable[[], T], size_bytes: int = 0, tries: int = TRIES) -> T:
+    """Calls `call`, again while the server is busy or the network fails. Raises its last error."""
+
+    def on_retry(error: Exception, tries: int, waited_seconds: float, pause_seconds: float) -> None:
+        logger.warning("the Hub: %s; trying again in %.0f s", _without_queries(first_line(error)), pause_seconds)
+
+    try_seconds = TRY_SECONDS + size_bytes / SLOWEST_BYTES_PER_SECOND
+    patience_seconds = PATIENCE_SECONDS + tries * try_seconds
+    try:
+        return retry(
+            *(call, "the Hub failed", patience_seconds, on_retry, _may_pass),
+            max_tries=tries,
+            try_seconds=try_seconds,
+            longest_pause_seconds=LONGEST_PAUSE_SECONDS,
+        )
+    except RunError as error:
+        if isinstance(error.__cause__, Exception):
+            raise error.__cause__ from None
+        raise
 
 
 def _may_pass(error: Exception) -> bool:
-    return is_passing(error) or isinstance(error, json.JSONDecodeError)  # a failing server may answer with a page
+    return is_temporary(error) or isinstance(error, json.JSONDecodeError)  # a failing server may answer with a page
 
 
 def _cause(error: Exception, repo_id: str, token: str) -> str:

@@ -20,8 +20,9 @@ from hfgpt.checkpointing.run_folder import RunFolder
 from hfgpt.checkpointing.saver import Saver
 from hfgpt.checkpointing.training_state import read_state
 from hfgpt.config import AUTO, Batch, PretrainConfig
-from hfgpt.data import TextData, prepare_again, prepare_data
-from hfgpt.data.stream import StepBatch, iterate, named_documents
+from hfgpt.data import TextData, prepare_data, prepare_data_of_run
+from hfgpt.data.loader import iterate
+from hfgpt.data.stream import StepBatch
 from hfgpt.distributed.compiler import choose_compile
 from hfgpt.distributed.device import Precision, device_name, memory_bytes, start_accelerator
 from hfgpt.distributed.fsdp2 import shared_model, take_sharding
@@ -199,7 +200,7 @@ def _prepare(
             blocks_per_epoch=epoch_blocks,
             saved_states=resumed.trainer_state.get("callbacks", {}) if resumed else {},
         ),
-        non_finite=NonFiniteGuard(folder, ranks, partial(named_documents, data.train, decode)),
+        non_finite=NonFiniteGuard(folder, ranks, partial(data.train.locate_rows, decode)),
         saver=Saver(folder, config.save_total_limit, config.max_failed_saves, progress.step if resumed else None),
         facts=run_facts(progress.run_id, plan, data.train.fingerprint),
     )
@@ -233,7 +234,7 @@ def _open_text(
         if resume_from is None:
             return prepare_data(settings, batch.blocks_per_step)
         saved, data = (read_state(resume_from, name) for name in ("trainer_state", "data_state"))
-        return prepare_again(settings, batch.blocks_per_step, saved["config"], data["fingerprint"], resume_from)
+        return prepare_data_of_run(settings, batch.blocks_per_step, saved["config"], data["fingerprint"], resume_from)
 
     while True:
         try:
