@@ -42,7 +42,7 @@ def folder(original, tmp_path):
 def client(monkeypatch):
     """Has the Hub client of this process talk to a server, once given one; pauses between tries are only noted."""
     pauses: list[float] = []
-    monkeypatch.setattr(hub.time, "sleep", pauses.append)
+    monkeypatch.setattr("hfgpt.retry.time.sleep", pauses.append)
 
     def use(server: HubServer) -> list[float]:
         monkeypatch.setattr(constants, "ENDPOINT", server.url)

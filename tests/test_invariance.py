@@ -15,7 +15,8 @@ from running import FORKED_TWO, Run, StopAt, prepared, records, trained
 
 from hfgpt import PretrainConfig
 from hfgpt.data import prepare_data
-from hfgpt.data.stream import batch_hash, iterate, side_by_side
+from hfgpt.data.loader import iterate
+from hfgpt.data.stream import batch_hash, join_batches
 
 STEPS = 40
 TOPOLOGIES = [(world, workers) for world in (1, 2, 4) for workers in (0, 1, 2)]
@@ -65,7 +66,7 @@ def steps(stream, position, count, world, workers):
         ranks = [iterate(stream, position, rank=rank, world=world, num_workers=workers) for rank in range(world)]
         for rank in ranks:
             stack.enter_context(closing(rank))
-        batches = [side_by_side([next(rank) for rank in ranks]) for _ in range(count)]
+        batches = [join_batches([next(rank) for rank in ranks]) for _ in range(count)]
     return [batch_hash(batch.blocks) for batch in batches], json.loads(json.dumps(batches[-1].position))
 
 

@@ -1,4 +1,4 @@
-"""Proof from a run's ledger of what it was trained on: the stream is made again, without training."""
+"""Checks from a run's ledger what it was trained on: makes the stream again, without training."""
 
 from __future__ import annotations
 
@@ -11,18 +11,22 @@ from typing import Any
 
 from hfgpt.checkpointing.run_folder import RunFolder, is_count
 from hfgpt.config import PretrainConfig
-from hfgpt.data import TextData, prepare_again
+from hfgpt.data.document_stream import DocumentStream
+from hfgpt.data.loader import iterate
+from hfgpt.data.run_text import prepare_data_of_run
 from hfgpt.data.sources import text_hash
-from hfgpt.data.stream import DocumentStream, Origin, StepBatch, batch_hash, iterate
+from hfgpt.data.stream import Origin, StepBatch, batch_hash
 from hfgpt.errors import UserError
 from hfgpt.field_types import shown
 from hfgpt.files import read_text_file
+
+LEAKED = "of the validation text were trained on"
 
 
 def audit(folder: str | Path) -> dict[str, Any]:
     """Facts about the text of a run, and `problems`: lines for what is repeated, skipped, leaked or not as recorded.
 
-    Raises UserError for a folder without a run, and where its text can no longer be read.
+    Raises UserError for a folder without a run, and if its text can no longer be read.
     """
     run = RunFolder(folder)
     facts, ledger = _read_run(run)
@@ -31,36 +35,43 @@ def audit(folder: str | Path) -> dict[str, Any]:
         problems.append(f"the ledger ends at step {len(steps)}, the run was at step {last}")
     if steps != list(range(1, len(steps) + 1)):
         problems.append(f"the ledger's {len(steps)} steps are not 1 to {len(steps)}, each once")
-    data = _text_of(run, facts)
+    plan, config = facts["plan"], PretrainConfig.of_run(facts["config"])
+    blocks_per_step = plan["micro_batch"] * plan["accumulation"] * plan["processes"]
+    newest = next(iter(run.checkpoints()), None)
+    data = prepare_data_of_run(config, blocks_per_step, facts["config"], facts["data"], newest)
     for key, then in facts["data"].items():
         if (now := data.train.fingerprint.get(key)) != then:
             problems.append(f"the text is no longer that of the run: {key} was {then!r} and is {now!r}")
-    seen = _Seen(data)
+    seen = _SeenDocuments(data.train) if isinstance(data.train, DocumentStream) else None
     same = 0
     for line, batch in zip(ledger, iterate(data.train, None), strict=False):
         if batch_hash(batch.blocks) != line["batch_hash"] or batch.position != line["position"]:
             problems.append(f"step {line['step']} was not trained on the text that follows in the stream")
             break
         same += 1
-        seen.take(batch)
-    problems += seen.problems()
+        if seen:
+            seen.add(batch)
+    found = seen.check() if seen else {}
+    for what, counts in found.items():
+        if +counts:
+            problems.append(f"{counts.total()} documents {what}: {', '.join(+counts)}")
     return {
         "run": str(folder),
         "steps": len(steps),
         "steps_as_recorded": same,
-        "tokens": same * facts["plan"]["tokens_per_step"],
-        # Of a text in memory, which is one run of tokens, single documents are not told apart.
-        "documents": seen.count if seen.source else None,
-        "epochs_completed": seen.completed if seen.source else None,
-        "validation_documents": data.validation_documents if seen.source else None,
-        "leaked": seen.leaked if seen.source else None,
-        "skipped_rows": dict(seen.skipped + data.skipped),
+        "tokens": same * plan["tokens_per_step"],
+        # A text in memory is one run of tokens without single documents, of which the hash says everything.
+        "documents": seen.count if seen else None,
+        "epochs_completed": seen.epochs_completed if seen else None,
+        "validation_documents": data.validation_documents if seen else None,
+        "leaked": found[LEAKED].total() if seen else None,
+        "skipped_rows": dict(data.skipped + (seen.skipped if seen else Counter())),
         "problems": problems,
     }
 
 
 def _read_run(run: RunFolder) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """run.json and the lines of the ledger. Raises UserError where they are not as a run writes them."""
+    """run.json and the lines of the ledger. Raises UserError if they are not as a run writes them."""
     try:
         facts = json.loads(read_text_file(run.run_json))
         ledger = [json.loads(line) for line in read_text_file(run.ledger).splitlines()]
@@ -69,12 +80,11 @@ def _read_run(run: RunFolder) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         raise UserError(
             f"run {run.path}: no readable run.json and ledger.jsonl ({reason}); give a run folder"
         ) from None
+    sizes = ("micro_batch", "accumulation", "processes", "tokens_per_step")
     wrong = None
     if not isinstance(facts, dict) or not all(isinstance(facts.get(key), dict) for key in ("config", "data", "plan")):
         wrong = "run.json without config, data and plan"
-    elif not all(
-        is_count(facts["plan"].get(key)) for key in ("micro_batch", "accumulation", "processes", "tokens_per_step")
-    ):
+    elif not all(is_count(facts["plan"].get(key)) for key in sizes):
         wrong = "run.json without the sizes of a step"
     for number, line in enumerate(ledger, start=1):
         if not (isinstance(line, dict) and is_count(line.get("step")) and {"batch_hash", "position"} <= line.keys()):
@@ -85,73 +95,58 @@ def _read_run(run: RunFolder) -> tuple[dict[str, Any], list[dict[str, Any]]]:
 
 
 def _last_step(run: RunFolder) -> int:
-    """The furthest step that the run's checkpoints and whole lines of metrics speak of."""
+    """The last step among the run's checkpoints and metrics."""
     steps = [int(folder.name.split("-")[1]) for folder in run.checkpoints()]
     steps += [record["step"] for record in run.records() if is_count(record["step"])]
     return max(steps, default=0)
 
 
-def _text_of(run: RunFolder, facts: dict[str, Any]) -> TextData:
-    """The text of a run at its commit, in the tokenizer of its newest checkpoint."""
-    plan, config = facts["plan"], PretrainConfig.of_run(facts["config"])
-    blocks_per_step = plan["micro_batch"] * plan["accumulation"] * plan["processes"]
-    return prepare_again(config, blocks_per_step, facts["config"], facts["data"], next(iter(run.checkpoints()), None))
+class _SeenDocuments:
+    """Which documents of a document stream the steps had."""
 
-
-class _Seen:
-    """Which documents the steps had. A stream from memory is one run of tokens, of which the hash says all."""
-
-    def __init__(self, data: TextData) -> None:
-        self.source = data.train.source if isinstance(data.train, DocumentStream) else None
-        self.held_out = self.source.exclude if self.source else frozenset[int]()
-        self.last: list[Origin] = []
-        self.rows: dict[tuple[int, int], array[int]] = {}  # by epoch and unit
+    def __init__(self, stream: DocumentStream) -> None:
+        self._source = stream.source
+        self._last: list[Origin] = []
+        self._rows: dict[tuple[int, int], array[int]] = {}  # by epoch and unit
         self.skipped: Counter[str] = Counter()
-        self.leaked = 0
 
     @property
     def count(self) -> int:
-        return sum(map(len, self.rows.values()))
+        return sum(map(len, self._rows.values()))
 
     @property
-    def completed(self) -> int:
-        """Epochs that every logical stream has left behind."""
-        return min((epoch for epoch, *_ in self.last), default=0)
+    def epochs_completed(self) -> int:
+        """Epochs that every logical stream has finished."""
+        return min((epoch for epoch, *_ in self._last), default=0)
 
-    def take(self, batch: StepBatch) -> None:
+    def add(self, batch: StepBatch) -> None:
         for stream, origins in enumerate(batch.documents):
-            begun_before = bool(self.last) and origins[0][:3] == self.last[stream][:3]
+            begun_before = bool(self._last) and origins[0][:3] == self._last[stream][:3]
             for epoch, unit, row, _ in origins[begun_before:]:
-                self.rows.setdefault((epoch, unit), array("l")).append(row)
-        self.last = [origins[-1] for origins in batch.documents]
+                self._rows.setdefault((epoch, unit), array("l")).append(row)
+        self._last = [origins[-1] for origins in batch.documents]
         self.skipped.update(batch.skipped)
 
-    def problems(self) -> list[str]:
-        """Documents repeated or left out within an epoch, or of the validation text, with all units read again."""
-        if self.source is None:
-            return []
-        everything = dataclasses.replace(self.source, exclude=frozenset())
+    def check(self) -> dict[str, Counter[str]]:
+        """Counts what is wrong with the documents, by kind and by unit and epoch. Reads all units again."""
+        source = self._source
+        everything = dataclasses.replace(source, exclude=frozenset())
         repeated, missing, leaked = Counter[str](), Counter[str](), Counter[str]()
         by_unit = defaultdict(list)
-        for (epoch, unit), seen in self.rows.items():
+        for (epoch, unit), seen in self._rows.items():
             by_unit[unit].append((epoch, seen))
         for unit in sorted(by_unit):
-            rows = everything.read(self.source.units[unit])
-            held_out = {i for i, row in enumerate(rows) if isinstance(row, str) and text_hash(row) in self.held_out}
+            rows = everything.read(source.units[unit])
+            held_out = {i for i, row in enumerate(rows) if isinstance(row, str) and text_hash(row) in source.exclude}
             usable = {i for i, row in enumerate(rows) if isinstance(row, str)} - held_out
             for epoch, seen in by_unit[unit]:
-                where = f"unit {unit} ({self.source.units[unit].file}) in epoch {epoch}"
+                where = f"unit {unit} ({source.units[unit].file}) in epoch {epoch}"
                 repeated[where] += len(seen) - len(set(seen))
                 leaked[where] += len(held_out.intersection(seen))
-                if epoch < self.completed:
+                if epoch < self.epochs_completed:
                     missing[where] += len(usable.difference(seen))
-        self.leaked = leaked.total()
-        return [
-            f"{found.total()} documents {what}: {', '.join(+found)}"
-            for found, what in (
-                (repeated, "came more than once in an epoch"),
-                (missing, "never came in an epoch that is over"),
-                (leaked, "of the validation text were trained on"),
-            )
-            if found.total()
-        ]
+        return {
+            "came more than once in an epoch": repeated,
+            "never came in an epoch that is over": missing,
+            LEAKED: leaked,
+        }

@@ -11,10 +11,14 @@ import sysconfig
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+from hfgpt.data.units import Unit
+
+NAME = "embedded"
 # Shorter docstrings say little.
 DOCSTRING_CHARACTERS = 80
-# A string in three quotes at the beginning of a file or of an indented block. Parsing the files would find some ten
+# A string in triple quotes at the beginning of a file or of an indented block. Parsing the files would find some ten
 # more, in single quotes, and takes ten times as long: three seconds of each start.
 _DOCSTRING = re.compile(
     r"""
@@ -27,11 +31,20 @@ _DOCSTRING = re.compile(
 )
 
 
+def find_units(file: str, head: Any, text_column: str) -> list[Unit]:
+    documents = embedded_documents()
+    return [Unit(NAME, rows=len(documents), size_bytes=sum(len(text.encode()) for text in documents))]
+
+
+def read_rows(unit: Unit, text_column: str) -> list[str]:
+    return list(embedded_documents())
+
+
 @functools.lru_cache(maxsize=1)
 def embedded_documents() -> tuple[str, ...]:
     """The topics of `pydoc`, then each longer docstring of the standard library, read from its files, once."""
     documents: list[str] = []
-    with contextlib.suppress(ImportError):  # some distributions package it apart
+    with contextlib.suppress(ImportError):  # some distributions package it separately
         from pydoc_data.topics import topics
 
         documents += [topics[topic] for topic in sorted(topics)]
@@ -47,6 +60,6 @@ def _docstrings(source: str) -> Iterator[str]:
     for literal, _ in _DOCSTRING.findall(source):
         text = ""
         with contextlib.suppress(SyntaxError, ValueError), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of escapes that are none
+            warnings.simplefilter("ignore")  # invalid escapes
             text = ast.literal_eval(literal)
         yield inspect.cleandoc(text)

@@ -1,14 +1,14 @@
-"""tiktoken in the place of `tokenizers` where it gives the same ids: it is several times as fast."""
+"""tiktoken instead of `tokenizers` where it gives the same ids, as it is several times as fast."""
 
 from __future__ import annotations
 
 import json
 from typing import Any
 
-# A million whitespace characters in a row end tiktoken in a panic.
+# A million whitespace characters in a row make tiktoken panic.
 LONGEST_TEXT = 1_000_000
 
-# Text that splitters and merges are likely to disagree on.
+# Text on which splitters and merges are likely to disagree.
 SAMPLE = (
     "The reader's 3,141 notes -- they'll say: \"it's 10:45\", won't they?",
     "def f(x_1):\n\treturn {'a': [x_1 ** 2]}  # 100%\r\n\n\n    if not done:   \n",
@@ -21,13 +21,13 @@ SAMPLE = (
 
 
 def fast_encoding(backend: Any) -> Any:
-    """A `tiktoken.Encoding` that gives the ids of a byte-level BPE, or None where it might not or is not installed.
+    """A `tiktoken.Encoding` that gives the same ids as a byte-level BPE; None if it might not, or is not installed.
 
     `backend`: a `tokenizers.Tokenizer` for which special tokens in text are text (`encode_special_tokens`).
 
-    tiktoken joins the pair whose *result* has the lowest id, the tokenizer the pair listed first. The two agree if
-    each entry is a byte or the result of one merge, ids in the order of merges, and each entry's own text comes out
-    as that entry: then whatever else tiktoken could join to an entry never stands side by side.
+    tiktoken joins the pair whose *result* has the lowest id, the tokenizer the pair that is listed first. The two
+    agree if each entry is a byte or the result of one merge, ids are in the order of merges, and the text of each entry
+    is encoded as that entry: then no other pair that tiktoken could join to an entry ever occurs.
     """
     try:
         import tiktoken

@@ -11,7 +11,7 @@ def permutation(count: int, *keys: int) -> np.ndarray:
 
 
 def hash_of(*keys: int) -> int:
-    """`hashes` of one value after the other, in plain integers, which is faster for so few."""
+    """One hash of all keys, in plain integers, which is faster than `hashes` for so few."""
     state, mask = 0, 2**64 - 1
     for key in keys:
         state = ((state ^ key % 2**64) + 1) * 0x9E3779B97F4A7C15 & mask

@@ -1,13 +1,13 @@
-"""Where a resumed run goes on in its text, and whether that is still the text it was."""
+"""Where a resumed run continues in its text, and whether that is still the same text."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from hfgpt.data.stream import MemoryBlocks, Stream
+from hfgpt.data.stream import Stream
 from hfgpt.errors import UserError
 
-# Fingerprint keys in the user's words, where they are not settings by their own name.
+# Keys of the fingerprint as the user knows them, where they are not settings of the same name.
 SETTINGS = {
     "dataset.dataset": "dataset",
     "dataset.name": "dataset_name",
@@ -25,35 +25,33 @@ SETTINGS = {
 def resumed_position(
     stream: Stream, fingerprint: dict[str, Any], position: dict[str, Any], accept_changes: bool = False
 ) -> tuple[dict[str, Any], str]:
-    """Where `stream` goes on from a saved position, and what has changed since, in words.
+    """Where `stream` continues from a saved position, and what has changed since, in words.
 
-    Raises UserError naming each setting that is not the one the position was saved with, unless these are accepted:
-    with another step size the position holds where its form does, with any other change the text starts anew, in the
-    epoch after the saved one, whose order is another.
+    Changes of text or order raise UserError, which names each setting, unless they are accepted. With another step
+    size the position then holds if its form does. With any other change the text starts again, in the epoch after the
+    saved one, as that has another order.
     """
     keys = dict.fromkeys([*fingerprint, *stream.fingerprint])
-    changes = {key: (fingerprint.get(key), stream.fingerprint.get(key)) for key in keys}
-    changes = {key: (then, now) for key, (then, now) in changes.items() if then != now}
+    changed = [key for key in keys if fingerprint.get(key) != stream.fingerprint.get(key)]
     words = "; ".join(
-        f"{SETTINGS.get(key, key.replace('.', ' '))} ({then} then, {now} now)" for key, (then, now) in changes.items()
+        f"{SETTINGS.get(key, key.replace('.', ' '))} ({fingerprint.get(key)} then, {stream.fingerprint.get(key)} now)"
+        for key in changed
     )
-    if changes and not accept_changes:
+    if changed and not accept_changes:
         raise UserError(
-            f"resume_from_checkpoint: text and order are not those of this run: {words}; restore these values, go on "
-            "with it as it is now by --accept_changed_text true, or start a new run in another output_dir"
+            f"resume_from_checkpoint: text and order are not those of this run: {words}; restore these values, start a "
+            "new run in another output_dir, or continue with the text as it is now: --accept_changed_text true"
         )
     if not _is_position(position):
         raise UserError(f"resume_from_checkpoint: no position in a text: {position!s:.80}; take another checkpoint")
     cursors = position.get("streams", [])
-    same_form = len(cursors) == getattr(stream, "streams", 0)
-    if not changes and not same_form:
-        raise UserError("resume_from_checkpoint: its position is not of this text's form; take another checkpoint")
-    if not changes or (changes.keys() == {"blocks_per_step"} and same_form):
+    has_same_form = len(cursors) == stream.streams
+    if not changed and not has_same_form:
+        raise UserError("resume_from_checkpoint: its position does not fit this text; take another checkpoint")
+    if not changed or (changed == ["blocks_per_step"] and has_same_form):
         return position, words
-    epoch = 1 + max(cursor[0] for cursor in cursors) if cursors else 1 + position["epoch"]
-    if isinstance(stream, MemoryBlocks):
-        return {"epoch": epoch, "block": 0}, words
-    return {"streams": [[epoch, 0, 0, 0] for _ in range(stream.streams)]}, words
+    epoch = max(cursor[0] for cursor in cursors) if cursors else position["epoch"]
+    return stream.start_of_epoch(epoch + 1), words
 
 
 def _is_position(position: dict[str, Any]) -> bool:

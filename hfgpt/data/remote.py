@@ -1,254 +1,183 @@
-"""The Hub: which files a dataset has, patience with faults on the way to them, and the files of a model."""
+"""The Hub: files of data sets and models, and reads that are tried again while the network fails."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import re
-import signal
-import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator
-from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
 import pyarrow as pa
 
 from hfgpt.errors import RunError, UserError
+from hfgpt.retry import error_names, first_line, is_temporary, retry
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# What reading a broken file raises; a faulty transfer raises it too, so a remote file is read this often.
+# Raised for a broken file. A faulty transfer raises them too, so a remote file is read this often.
 BROKEN = (EOFError, zlib.error, pa.ArrowException, UnicodeDecodeError)
 TRIES_OF_A_BROKEN_FILE = 3
-LONGEST_PAUSE_SECONDS = 60.0
-LAST_TRY_SECONDS = 30.0
-# How long a Hub that has not answered yet is waited for, before anything is asked of it.
+# How long to wait for a Hub that has not answered yet, before it is reported as unreachable.
 CONTACT_SECONDS = 5.0
+UNREACHABLE = {"ConnectError", "ConnectTimeout", "ConnectionError", "ProxyError", "TimeoutError"}
 
-# What this process had to try again since `take_events` was called last.
-_events: list[dict[str, Any]] = []
-
-
-def take_events() -> list[dict[str, Any]]:
-    """The records of retries since the last call: `what, reason, tries, waited_seconds`."""
-    events, _events[:] = list(_events), []
-    return events
+_retries: list[dict[str, Any]] = []
 
 
-def patiently(read: Callable[[], T], what: str, patience_seconds: float) -> T:
-    """What `read` returns, called again with growing pauses while the way to it fails.
+def take_retries() -> list[dict[str, Any]]:
+    """The records of this process's retries since the last call: `what, reason, tries, waited_seconds`."""
+    records, _retries[:] = list(_retries), []
+    return records
 
-    A refusal (no such file, no right to it) is raised at once. Raises RunError once it has failed for
-    `patience_seconds`, all tries and pauses together, and what a broken file raises when it has been read a few times
-    to the same end.
+
+def read_with_retries(read: Callable[[], T], what: str, patience_seconds: float) -> T:
+    """Returns what `read` returns, waiting out faults of the network for `patience_seconds`.
+
+    A refusal (no such file, no permission) is raised at once, and the error of a broken file after a few tries.
+    Raises RunError when the patience is used up. Each retry is logged and recorded, those of the Hub client too.
     """
-    began, pause, tries, broken, is_last = time.monotonic(), 1.0, 0, 0, False
-    left = patience_seconds
-    while True:
-        try:
-            with deadline(left, patience_seconds), _client_retries(what):
-                return read()
-        except UserError:
-            raise
-        except Exception as error:
-            broken += isinstance(error, BROKEN)
-            if not (isinstance(error, BROKEN) or is_passing(error)) or broken == TRIES_OF_A_BROKEN_FILE:
-                raise
-            tries, waited, reason = tries + 1, time.monotonic() - began, first_line(error)
-            left = patience_seconds - waited
-            if left <= 0 or is_last:
-                raise RunError(f"{what} could not be read for {waited:.0f} s ({reason})") from error
-            # One more try before the patience ends, however long a server asks to be left alone.
-            pause, longest = max(pause, asked_pause(error)), left - min(left / 2, LAST_TRY_SECONDS)
-            pause, is_last = min(pause, longest), pause >= longest
-            _note(what, reason, tries, waited, f"trying again in {pause:.0f} s")
-            time.sleep(pause)
-            left = patience_seconds - (time.monotonic() - began)
-            pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+    broken_reads = 0
+
+    def should_retry(error: Exception) -> bool:
+        nonlocal broken_reads
+        broken_reads += isinstance(error, BROKEN)
+        return is_temporary(error) or (isinstance(error, BROKEN) and broken_reads < TRIES_OF_A_BROKEN_FILE)
+
+    def on_retry(error: Exception, tries: int, waited_seconds: float, pause_seconds: float) -> None:
+        _record_retry(what, first_line(error), tries, waited_seconds, f"trying again in {pause_seconds:.0f} s")
+
+    with _client_retries_recorded(what):
+        return retry(read, f"{what} could not be read", patience_seconds, on_retry, should_retry)
 
 
-def _note(what: str, reason: str, tries: int, waited_seconds: float, then: str) -> None:
-    _events.append({"what": what, "reason": reason, "tries": tries, "waited_seconds": waited_seconds})
-    logger.warning("%s: %s; %s", what, reason, then)
+def _record_retry(what: str, reason: str, tries: int, waited_seconds: float, next_action: str) -> None:
+    _retries.append({"what": what, "reason": reason, "tries": tries, "waited_seconds": waited_seconds})
+    logger.warning("%s: %s; %s", what, reason, next_action)
 
 
 @contextlib.contextmanager
-def deadline(seconds: float, patience_seconds: float | None = None) -> Iterator[None]:
-    """TimeoutError in what takes longer than `seconds`, be it a trickle of bytes that no time-out of the client ends.
+def _client_retries_recorded(what: str) -> Iterator[None]:
+    """Turns the Hub client's log lines about its own retries into our records and log lines."""
+    start, reason = time.monotonic(), "fault"
 
-    Only the main thread of a process can be woken so. The error names the whole `patience_seconds` if they are given.
-    """
-    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
-        yield
-        return
-
-    def wake(*_: object) -> None:
-        raise TimeoutError(f"it took more than {patience_seconds or seconds:g} s")
-
-    before = signal.signal(signal.SIGALRM, wake)
-    began = time.monotonic()
-    outer, _ = signal.setitimer(signal.ITIMER_REAL, max(seconds, 0.001) if patience_seconds or seconds else 0)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-        if outer:  # a deadline around this one
-            signal.setitimer(signal.ITIMER_REAL, max(outer - (time.monotonic() - began), 0.001))
-
-
-@contextlib.contextmanager
-def _client_retries(what: str) -> Iterator[None]:
-    """Turn the lines in which the Hub client tells of its own retries into ours, and into records."""
-    began, reasons = time.monotonic(), ["fault"]
-
-    def take(record: logging.LogRecord) -> bool:
+    def keep(record: logging.LogRecord) -> bool:
+        nonlocal reason
         message = record.getMessage()
         if "thrown while requesting" in message:
-            reasons.append(message.partition(" thrown while requesting")[0])
-        elif retry := re.search(r"\[Retry (\d+)/", message):
-            then = message.partition(" [Retry")[0].strip(". ").lower()
-            _note(what, reasons[-1], int(retry[1]), time.monotonic() - began, then)
+            reason = message.partition(" thrown while requesting")[0]
+        elif found := re.search(r"\[Retry (\d+)/", message):
+            next_action = message.partition(" [Retry")[0].strip(". ").lower()
+            _record_retry(what, reason, int(found[1]), time.monotonic() - start, next_action)
         else:
             return True
         return False
 
     client = logging.getLogger("huggingface_hub.utils._http")
-    client.addFilter(take)
+    client.addFilter(keep)
     try:
         yield
     finally:
-        client.removeFilter(take)
+        client.removeFilter(keep)
 
 
-def is_passing(error: BaseException) -> bool:
-    """Whether a fault may pass: of the network or of a busy server, here or among the causes of `error`."""
-    for cause in _causes(error):
-        status = getattr(getattr(cause, "response", None), "status_code", None)
-        if status is not None:
-            return status in (408, 425, 429) or status >= 500
-        # The HTTP client's own faults are no OSError, and the package that has them has changed.
-        if isinstance(cause, ConnectionError | TimeoutError) or "TransportError" in {
-            base.__name__ for base in type(cause).__mro__
-        }:
-            return True
-    return type(error) is OSError and error.errno is None  # a transfer that came out too short
-
-
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
-
-
-def asked_pause(error: BaseException) -> float:
-    """Seconds that a server asks to be left alone, else 0: by Retry-After, a number or a date, or, like the Hub, by
-    `RateLimit: "api";r=0;t=55`.
-    """
-    for cause in _causes(error):
-        headers = getattr(getattr(cause, "response", None), "headers", {})
-        if used_up := re.search(r";r=0;t=(\d+)", headers.get("RateLimit", "").replace(" ", "")):
-            return float(used_up[1])
-        with contextlib.suppress(KeyError, ValueError):
-            asked = headers["Retry-After"]
-            return float(asked) if asked.isdecimal() else parsedate_to_datetime(asked).timestamp() - time.time()
-    return 0.0
-
-
-def contact_fault() -> str | None:
-    """Why the Hub cannot be reached, found in seconds; None if it answers, whatever it says, or is not to be asked."""
+def find_hub_fault() -> str | None:
+    """Why the Hub cannot be reached, found within seconds; None if it gives any answer, or is not to be asked."""
     from huggingface_hub import constants
     from huggingface_hub.utils import get_session
 
+    def should_retry(error: Exception) -> bool:
+        is_unknown_name = "gaierror" in error_names(error) and "Name or service not known" in str(error)
+        return not error_names(error).isdisjoint(UNREACHABLE) and not is_unknown_name
+
     if constants.HF_HUB_OFFLINE:
         return None
-    began, reason = time.monotonic(), ""
-    while not reason or time.monotonic() - began < CONTACT_SECONDS:
-        if reason:
-            time.sleep(1)
-        try:
-            with deadline(CONTACT_SECONDS):  # looking its name up has no time-out of its own
-                get_session().head(constants.ENDPOINT, timeout=CONTACT_SECONDS)
-            return None
-        except Exception as error:  # of the HTTP client, whose package has changed
-            reason = first_line(error)
-            kinds = {base.__name__ for cause in _causes(error) for base in type(cause).__mro__}
-            if not kinds & {"ConnectError", "ConnectTimeout", "ConnectionError", "ProxyError", "TimeoutError"}:
-                return None  # it was there, and failed: that is for the patience of the request itself
-            if "gaierror" in kinds and "Name or service not known" in reason:
-                break
-    return f"the Hub at {constants.ENDPOINT} cannot be reached"
+    try:
+        retry(
+            lambda: get_session().head(constants.ENDPOINT, timeout=CONTACT_SECONDS),
+            "the Hub did not answer",
+            CONTACT_SECONDS,
+            on_retry=lambda *_: None,
+            should_retry=should_retry,
+        )
+    except Exception as error:  # the HTTP package that raises it has changed
+        if not error_names(error).isdisjoint(UNREACHABLE):  # other faults are for the retries of the request itself
+            return f"the Hub at {constants.ENDPOINT} cannot be reached"
+    return None
 
 
 def check_hub(given: str, repository: str) -> None:
-    """Raise UserError, which begins with `given`, where the Hub is not there and has nothing of `repository` cached."""
+    """Raises UserError, beginning with `given`, if the Hub is unreachable and has nothing of `repository` cached."""
     from huggingface_hub import try_to_load_from_cache
 
     repository = repository.partition("@")[0]
-    with contextlib.suppress(Exception):  # not the form of a name there
+    with contextlib.suppress(Exception):  # not a valid name of a repository
         cached = (try_to_load_from_cache(repository, name) for name in ("config.json", "tokenizer_config.json"))
         if any(isinstance(path, str) for path in cached):
             return
-    if fault := contact_fault():
+    if fault := find_hub_fault():
         raise UserError(f"{given}: no such local file or folder, and {fault}; check the name or the connection")
 
 
 def hub_files(
     dataset: str, name: str | None, split: str, revision: str | None, patience_seconds: float
 ) -> tuple[list[str], str]:
-    """Files of one split, as URLs (hf://datasets/ID@COMMIT/PATH) or in the local cache when offline, and the commit.
+    """The files of one split, as URLs (hf://datasets/ID@COMMIT/PATH) or cached paths when offline, and the commit.
 
-    Raises UserError for what is not there or not allowed.
+    Raises UserError if they do not exist or access is not allowed.
     """
-    from datasets import load_dataset_builder
-    from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.constants import HF_HUB_OFFLINE
 
-    asked = {"dataset": dataset, "dataset_name": name, "dataset_revision": revision}
-    given = ", ".join(f"{key}={value}" for key, value in asked.items() if value)
-    asked_before = False
+    settings = {"dataset": dataset, "dataset_name": name, "dataset_revision": revision}
+    given = ", ".join(f"{key}={value}" for key, value in settings.items() if value)
+    is_reachable = False
 
-    def resolve() -> tuple[Any, str]:
-        nonlocal asked_before
+    def find() -> tuple[Any, str]:
+        nonlocal is_reachable
         try:
-            return look_up()
+            return _find_splits(dataset, name, revision)
         except Exception as error:
-            if not asked_before and is_passing(error) and (fault := contact_fault()):
+            if not is_reachable and is_temporary(error) and (fault := find_hub_fault()):
                 hint = "check the name or the connection, or use what is cached with HF_HUB_OFFLINE=1"
                 raise UserError(f"{given}: no local file, and {fault}: {first_line(error)}; {hint}") from error
-            asked_before = True
+            is_reachable = True
             raise
 
-    def look_up() -> tuple[Any, str]:
-        if HF_HUB_OFFLINE:
-            folder = snapshot_download(dataset, repo_type="dataset", revision=revision, local_files_only=True)
-            return load_dataset_builder(folder, name).config.data_files or {}, Path(folder).name
-        commit = HfApi().dataset_info(dataset, revision=revision).sha
-        return load_dataset_builder(dataset, name, revision=commit).config.data_files or {}, str(commit)
-
     try:
-        splits, commit = patiently(resolve, given, patience_seconds)
+        splits, commit = read_with_retries(find, given, patience_seconds)
     except UserError:
         raise
-    except RunError as error:
-        raise UserError(f"{given}: no local file, and the Hub cannot be reached: {error}") from error
-    except Exception as error:  # not found, not allowed, unknown configuration: each of its own type
-        way_out = "; HF_HUB_OFFLINE is set, so only what is cached can be used" if HF_HUB_OFFLINE else ""
-        raise UserError(f"{given}: no local file, and not usable from the Hub: {first_line(error)}{way_out}") from error
+    except Exception as error:  # not found, not allowed, unknown configuration: each has its own type
+        problem = "the Hub cannot be reached" if isinstance(error, RunError) else "not usable from the Hub"
+        hint = "; HF_HUB_OFFLINE is set, so only cached files can be used" if HF_HUB_OFFLINE else ""
+        raise UserError(f"{given}: no local file, and {problem}: {first_line(error)}{hint}") from error
     if split not in splits:
         raise UserError(f"dataset_split={split}: {dataset} has no such split; it has {', '.join(map(str, splits))}")
     return list(splits[split]), commit
 
 
-def model_files(name: str, setting: str = "init_from=") -> Path:
-    """A model that is there, or after it was fetched to the Hub's cache: `name` is a path, or ID or ID@REVISION.
+def _find_splits(dataset: str, name: str | None, revision: str | None) -> tuple[Any, str]:
+    """Files by split, and the commit that the revision stands for."""
+    from datasets import load_dataset_builder  # late: takes seconds to import
+    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub.constants import HF_HUB_OFFLINE
 
-    Raises UserError, which begins with `setting` and the name, for what is neither.
+    if HF_HUB_OFFLINE:
+        folder = snapshot_download(dataset, repo_type="dataset", revision=revision, local_files_only=True)
+        return load_dataset_builder(folder, name).config.data_files or {}, Path(folder).name
+    commit = str(HfApi().dataset_info(dataset, revision=revision).sha)
+    return load_dataset_builder(dataset, name, revision=commit).config.data_files or {}, commit
+
+
+def model_files(name: str, setting: str = "init_from=") -> Path:
+    """The folder or file of a model: a local path as it is, or ID or ID@REVISION downloaded to the Hub's cache.
+
+    Raises UserError, beginning with `setting` and the name, if there is neither.
     """
     from huggingface_hub import snapshot_download
 
@@ -257,25 +186,25 @@ def model_files(name: str, setting: str = "init_from=") -> Path:
     if name.count("/") > 1 or name.startswith((".", "/", "~")):
         raise UserError(f"{setting}{name}: no such file or folder")
     repository, _, revision = name.partition("@")
-    wanted = ("config.json", "generation_config.json", "tokenizer*.json", "vocab.json", "merges.txt")
-    weights = ("model*.safetensors", "model.safetensors.index.json")
+    configuration = ("config.json", "generation_config.json", "tokenizer*.json", "vocab.json", "merges.txt")
+    patterns = [*configuration, "model*.safetensors", "model.safetensors.index.json"]
     check_hub(f"{setting}{name}", repository)
     try:
         with quiet_hub():
-            return Path(snapshot_download(repository, revision=revision or None, allow_patterns=[*wanted, *weights]))
-    except Exception as error:  # not found, not allowed, not reachable: each of its own type
+            return Path(snapshot_download(repository, revision=revision or None, allow_patterns=patterns))
+    except Exception as error:  # not found, not allowed, not reachable: each has its own type
         reason = first_line(error).rstrip(".")
         raise UserError(f"{setting}{name}: no such file or folder, and not usable from the Hub: {reason}") from error
 
 
 def pinned_name(name: str, files: Path) -> str:
-    """What `model_files` turned `name` into, for good: a path without links, or ID@COMMIT."""
+    """A lasting name for what `model_files` found under `name`: a path without links, or ID@COMMIT."""
     return str(files.resolve()) if Path(name).exists() else f"{name.partition('@')[0]}@{files.name}"
 
 
 @contextlib.contextmanager
 def quiet_hub() -> Iterator[None]:
-    """Keep the Hub client from logging each of its own retries: what comes of them is told in one line."""
+    """Keeps the Hub client from logging its own retries, where the outcome is reported in one line anyway."""
     client = logging.getLogger("huggingface_hub")
     level = client.level
     client.setLevel(logging.CRITICAL)
@@ -283,7 +212,3 @@ def quiet_hub() -> Iterator[None]:
         yield
     finally:
         client.setLevel(level)
-
-
-def first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).split("\n")[0]

@@ -1,4 +1,4 @@
-"""Whole rows of small files, whatever their columns; text to train on comes from `hfgpt.data.sources`."""
+"""Whole rows of small files, with all their columns. Text to train on comes from `hfgpt.data.sources`."""
 
 from __future__ import annotations
 
@@ -9,38 +9,39 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
-from hfgpt.data.formats import HEAD_BYTES, check_head, file_kind, lines_fault
-from hfgpt.data.remote import first_line
-from hfgpt.data.sources import SAMPLE_BYTES, open_file, read_patiently
+from hfgpt.data.file_access import open_file, read_file
+from hfgpt.data.formats.jsonl import SAMPLE_BYTES, find_damage
+from hfgpt.data.heads import HEAD_BYTES, check_head
+from hfgpt.data.kinds import file_kind
 from hfgpt.errors import UserError
+from hfgpt.retry import first_line
 
 
 def read_rows(file: str, patience_seconds: float = 900.0) -> Iterator[tuple[int, Any]]:
-    """The rows of one jsonl or parquet file, whatever their columns: number (of the row or line, from 1) and content.
+    """Yields the number (from 1) and the content of each row of a jsonl or parquet file that fits into memory.
 
-    Blank lines are passed over. For files that fit into memory. Raises UserError like `Source.read`, and for a line
-    that is not JSON.
+    Skips blank lines. Raises UserError like `Source.read`, and for a line that is not JSON.
     """
 
-    def whole() -> bytes:
+    def read_all() -> bytes:
         with open_file(file) as handle:
             return handle.read()
 
     kind = file_kind(file)
     if kind not in ("lines", "parquet"):
         raise UserError(f"dataset: {file} holds no rows; give a jsonl or parquet file")
-    data = read_patiently(file, whole, patience_seconds)
+    data = read_file(file, read_all, patience_seconds)
     if not file.lower().endswith(".gz"):
         check_head(file, data[:HEAD_BYTES], len(data))
-    if kind == "lines" and (fault := lines_fault(file, data[:SAMPLE_BYTES], len(data) <= SAMPLE_BYTES, None)):
-        raise fault
     if kind == "parquet":
-        table = read_patiently(file, lambda: pq.read_table(io.BytesIO(data)), patience_seconds)
+        table = read_file(file, lambda: pq.read_table(io.BytesIO(data)), patience_seconds)
         yield from enumerate((row for batch in table.to_batches() for row in batch.to_pylist()), 1)
         return
+    if damage := find_damage(file, data[:SAMPLE_BYTES], len(data) <= SAMPLE_BYTES, None):
+        raise damage
     for number, line in enumerate(data.removeprefix(b"\xef\xbb\xbf").split(b"\n"), 1):
         if line.strip():
             try:
                 yield number, json.loads(line)
-            except (ValueError, RecursionError) as error:  # not UTF-8 is one of the former
-                raise UserError(f"dataset: {file}, row {number}: not JSON ({first_line(error)}); mend it") from error
+            except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
+                raise UserError(f"dataset: {file}, row {number}: not JSON ({first_line(error)}); fix it") from error

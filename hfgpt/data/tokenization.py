@@ -18,6 +18,7 @@ from hfgpt.data.encoding import make_repeatable
 from hfgpt.data.remote import quiet_hub
 from hfgpt.errors import UserError
 from hfgpt.model.configuration_gpt2 import model_rows, special_ids
+from hfgpt.retry import first_line
 
 # Parallel encoding in this process would make every later fork warn, and could hang the child.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -30,42 +31,32 @@ ENDLESS = re.compile(rf"\S{{{LONGEST_WORD}}}|\s{{{LONGEST_WORD}}}")
 
 
 def load_tokenizer(name: str, texts: Callable[[], Iterable[str]], model_max_length: int) -> PreTrainedTokenizerFast:
-    """The tokenizer called `name`, for a model of `model_max_length` positions.
+    """Loads or trains the tokenizer called `name`, for a model of `model_max_length` positions.
 
-    `"char"` has one token per character of `texts()`, ids in sorted-character order, no special token.
-    `"bpe-N"` is a byte-level BPE of N entries trained on the first 20 M characters of `texts()`, with `<|endoftext|>`
-    as bos, eos and pad. Anything else is a folder or Hub name for `AutoTokenizer`; `UserError` if it is neither.
+    "char" has one token for each character of `texts()`, ids in the order of characters, and no special token.
+    "bpe-N" is a byte-level BPE of N entries trained on the first 20 M characters of `texts()`, with `<|endoftext|>`
+    as bos, eos and pad. Anything else is a folder or Hub name for `AutoTokenizer`. Raises UserError if it is neither.
     """
     options: dict[str, Any] = {"model_max_length": model_max_length, "clean_up_tokenization_spaces": False}
     if name == "char":
-        # The newline ends each document (see Encoder), so it has an id even where no text holds one.
+        # A line end follows each document (see Encoder), so it has an id even if no text holds one.
         characters = sorted({"\n", *chain.from_iterable(texts())})
         backend = Tokenizer(models.BPE(vocab={character: i for i, character in enumerate(characters)}, merges=[]))
         backend.decoder = decoders.Fuse()
         return PreTrainedTokenizerFast(tokenizer_object=backend, **options)
     if name.startswith("bpe-"):
-        size = name.removeprefix("bpe-")
-        if not size.isdecimal() or int(size) < 257:
-            raise UserError(
-                f"tokenizer={name}: bpe-N needs a number of entries of at least 257 (256 bytes and "
-                f"{END_OF_TEXT}); for example bpe-4096"
-            )
-        bpe = ByteLevelBPETokenizer()
-        some = _first_characters(texts(), BPE_TRAINING_CHARACTERS)
-        bpe.train_from_iterator(some, int(size), min_frequency=0, show_progress=False, special_tokens=[END_OF_TEXT])
         options |= dict.fromkeys(("bos_token", "eos_token", "pad_token"), END_OF_TEXT)
-        return PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(bpe.to_str()), **options)
+        return PreTrainedTokenizerFast(tokenizer_object=_train_bpe(name, texts), **options)
     files = {path.name for path in Path(name).glob("*")}
     if "vocab.json" in files and not files & {"tokenizer.json", "tokenizer_config.json", "config.json"}:
-        options["tokenizer_type"] = "gpt2"  # the bare pair of files says nothing about its class
+        options["tokenizer_type"] = "gpt2"  # the bare pair of files does not name its class
     try:
         with quiet_hub():
             tokenizer = AutoTokenizer.from_pretrained(name, **options)
     except Exception as error:  # each broken or missing tokenizer fails in its own way
-        reason = str(error).strip().split("\n")[0]
         raise UserError(
             f"tokenizer={name}: not char, not bpe-N, and no tokenizer could be loaded from a folder or Hub "
-            f"repository of that name ({reason}); give one of these three"
+            f"repository of that name ({first_line(error)}); give one of these three"
         ) from error
     if not tokenizer.is_fast:
         raise UserError(
@@ -76,28 +67,23 @@ def load_tokenizer(name: str, texts: Callable[[], Iterable[str]], model_max_leng
     return tokenizer
 
 
-def _check_saved(tokenizer: PreTrainedTokenizerFast, name: str) -> None:
-    """Raise UserError for a tokenizer whose saved files give other ids: the run's checkpoints could not be used."""
-    with tempfile.TemporaryDirectory() as folder:
-        save_tokenizer(tokenizer, folder)
-        saved = PreTrainedTokenizerFast.from_pretrained(folder)
-    ours, theirs = ({**special_ids(one), "rows": model_rows(one)} for one in (tokenizer, saved))
-    # Roles that nobody had are filled when it is saved.
-    changed = [key for key in ours if ours[key] != theirs[key]]
-    if changed or tokenizer.get_vocab() != saved.get_vocab():
-        what = (
-            ", ".join(f"{key} is {theirs[key]} instead of {ours[key]}" for key in changed) or "its vocabulary differs"
-        )
+def _train_bpe(name: str, texts: Callable[[], Iterable[str]]) -> Tokenizer:
+    size = name.removeprefix("bpe-")
+    if not size.isdecimal() or int(size) < 257:
         raise UserError(
-            f"tokenizer={name}: saved and loaded again it is another one ({what}); save it with "
-            "AutoTokenizer.from_pretrained(..).save_pretrained(..), or give another one"
+            f"tokenizer={name}: bpe-N needs a number of entries of at least 257 (256 bytes and "
+            f"{END_OF_TEXT}); for example bpe-4096"
         )
+    bpe = ByteLevelBPETokenizer()
+    sample = _first_characters(texts(), BPE_TRAINING_CHARACTERS)
+    bpe.train_from_iterator(sample, int(size), min_frequency=0, show_progress=False, special_tokens=[END_OF_TEXT])
+    return Tokenizer.from_str(bpe.to_str())
 
 
 def _first_characters(texts: Iterable[str], limit: int) -> Iterable[str]:
     for text in texts:
         text = text[:limit]
-        # Training takes time with the square of a word's length, and what goes on for that long is no word.
+        # The time of training grows with the square of a word's length, and nothing this long is a word.
         size = LONGEST_WORD if ENDLESS.search(text) else limit
         yield from (text[start : start + size] for start in range(0, len(text), size))
         limit -= len(text)
@@ -105,16 +91,30 @@ def _first_characters(texts: Iterable[str], limit: int) -> Iterable[str]:
             return
 
 
+def _check_saved(tokenizer: PreTrainedTokenizerFast, name: str) -> None:
+    """Raises UserError for a tokenizer that gives other ids when saved and loaded: checkpoints could not be used."""
+    with tempfile.TemporaryDirectory() as folder:
+        save_tokenizer(tokenizer, folder)
+        saved = PreTrainedTokenizerFast.from_pretrained(folder)
+    ours, theirs = ({**special_ids(one), "rows": model_rows(one)} for one in (tokenizer, saved))
+    changes = [f"{key} is {theirs[key]} instead of {ours[key]}" for key in ours if ours[key] != theirs[key]]
+    if changes or tokenizer.get_vocab() != saved.get_vocab():
+        raise UserError(
+            f"tokenizer={name}: changes when saved and loaded ({', '.join(changes) or 'its vocabulary differs'}); save "
+            "it with AutoTokenizer.from_pretrained(..).save_pretrained(..), or use another one"
+        )
+
+
 def has_tokenizer(folder: Path) -> bool:
     return any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json"))
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: str | os.PathLike[str]) -> None:
-    """Write tokenizer.json and tokenizer_config.json so that stock transformers 4 and 5 load equal ids.
+    """Writes tokenizer.json and tokenizer_config.json so that stock transformers 4 and 5 load equal ids.
 
-    5 alone would name a class that 4 does not know; `PreTrainedTokenizerFast` is in both, and reads tokenizer.json.
-    A batch of prompts is padded at the left, where a model that continues text needs it, and special tokens are those
-    of `special_ids`.
+    Version 5 alone would name a class that 4 does not know; `PreTrainedTokenizerFast` is in both, and reads
+    tokenizer.json. A batch of prompts is padded on the left, where a model that continues text needs it, and special
+    tokens are those of `special_ids`.
     """
     tokenizer.save_pretrained(folder)
     path = Path(folder, "tokenizer_config.json")
@@ -125,7 +125,7 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: str | os.PathLike
     config["padding_side"] = "left"
     # In transformers 4 the class also returns token_type_ids, whose embeddings GPT-2 adds to those of the tokens.
     config["model_input_names"] = ["input_ids", "attention_mask"]
-    # By content: the name that an id is converted to may be normalized, and would become a token of its own.
+    # By content: the name that an id is converted to may be normalized, and would become a new token.
     content = {getattr(tokenizer, f"{name}_id"): getattr(tokenizer, name) for name in SPECIAL_TOKENS}
     for key, i in special_ids(tokenizer).items():
         if i is not None and config.get(name := key.removesuffix("_id")) is None:

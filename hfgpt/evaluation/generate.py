@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from hfgpt.data.encoding import BYTE_TOKEN, Encoder
+from hfgpt.data.encoding import Encoder
+from hfgpt.data.tokenizer_model import BYTE_TOKEN
 from hfgpt.distributed.device import step_seed
 from hfgpt.errors import RunError, UserError, one_line
 from hfgpt.model.modeling_gpt2 import CACHE_NAME

@@ -23,9 +23,9 @@ from accelerate.utils import gather_object
 from torch.nn.utils.rnn import pad_sequence
 
 from hfgpt.data.encoding import Encoder
+from hfgpt.data.local_files import local_files
 from hfgpt.data.remote import hub_files
 from hfgpt.data.rows import read_rows
-from hfgpt.data.sources import local_files
 from hfgpt.distributed.ranks import Ranks
 from hfgpt.errors import RunError, UserError
 from hfgpt.evaluation.loading import count_padded_rows

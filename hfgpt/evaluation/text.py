@@ -9,9 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from hfgpt.data import documents_of
 from hfgpt.data.encoding import Document, Encoder
-from hfgpt.data.sources import open_source
+from hfgpt.data.sources import open_source, read_documents
 from hfgpt.errors import UserError
 
 
@@ -47,7 +46,7 @@ def read_text(
     is_apart = (has_own_start and bos != eos) if by_document is None else by_document
     if is_apart or start is not None:
         encoder.newline_id = None  # no line end joins the documents
-    documents, count, lost = _encode(encoder, documents_of(opened, opened.units, skipped), is_apart, eval_tokens)
+    documents, count, lost = _encode(encoder, read_documents(opened, opened.units, skipped), is_apart, eval_tokens)
     tokens = encoder.joined(documents)
     lengths = [len(document.ids) for document in documents] if is_apart else [len(tokens)]
     if eval_tokens is not None and (surplus := len(tokens) - len(lengths) - eval_tokens) > 0:

@@ -7,7 +7,6 @@ import logging
 import re
 import shlex
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -21,7 +20,7 @@ from hfgpt.checkpointing.checkpoint import MANIFEST
 from hfgpt.checkpointing.run_folder import RunFolder
 from hfgpt.checkpointing.training_state import STATE, read_state
 from hfgpt.config import PretrainConfig
-from hfgpt.data.remote import asked_pause, deadline, first_line, is_passing, quiet_hub
+from hfgpt.data.remote import quiet_hub
 from hfgpt.errors import RunError, UserError
 from hfgpt.evaluation.results import read_evaluations
 from hfgpt.hub.model_card import (
@@ -34,6 +33,7 @@ from hfgpt.hub.model_card import (
     split_languages,
 )
 from hfgpt.hub.verify import verify
+from hfgpt.retry import first_line, is_temporary, retry
 
 logger = logging.getLogger(__name__)
 
@@ -119,7 +119,7 @@ def check_push(config: PretrainConfig) -> None:
         raise
     except Exception as error:
         cause = _cause(error, config.hub_repo_id(), token)
-        if not is_passing(error):
+        if not is_temporary(error):
             raise UserError(f"push_to_hub: {cause}") from None
         logger.warning("the Hub cannot be reached now (%s); training starts, and pushes when it is done", cause)
         return
@@ -215,23 +215,26 @@ def _check_card(license: str | None, language: str | None) -> None:
 
 
 def _retry(call: Callable[[], T], upload_bytes: int = 0, tries: int = TRIES) -> T:
-    """Call again, with growing pauses, while the Hub is busy or cannot be reached.
+    """Call again, with growing pauses, while the Hub is busy or cannot be reached. Raises the last error.
 
     The client itself retries uploads of files, but not a commit, nor the requests around it.
     """
-    pause = 1.0
-    while True:
-        try:
-            with deadline(TRY_SECONDS + upload_bytes / SLOWEST_BYTES_PER_SECOND):
-                return call()
-        except Exception as error:
-            tries -= 1
-            if not tries or not is_passing(error):
-                raise
-            seconds = min(max(pause, asked_pause(error)), LONGEST_PAUSE_SECONDS)
-            logger.warning("the Hub: %s; trying again in %.0f s", _without_signatures(first_line(error)), seconds)
-            time.sleep(seconds)
-            pause *= 2
+
+    def on_retry(error: Exception, tries: int, waited_seconds: float, pause_seconds: float) -> None:
+        logger.warning("the Hub: %s; trying again in %.0f s", _without_signatures(first_line(error)), pause_seconds)
+
+    try_seconds = TRY_SECONDS + upload_bytes / SLOWEST_BYTES_PER_SECOND
+    try:
+        return retry(
+            *(call, "the Hub failed", tries * (try_seconds + LONGEST_PAUSE_SECONDS), on_retry, is_temporary),
+            max_tries=tries,
+            try_seconds=try_seconds,
+            longest_pause_seconds=LONGEST_PAUSE_SECONDS,
+        )
+    except RunError as error:
+        if isinstance(error.__cause__, Exception):
+            raise error.__cause__ from None
+        raise
 
 
 def _cause(error: Exception, repo_id: str, token: str) -> str:

@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 from hfgpt.checkpointing.checkpoint import MANIFEST, MODEL_FILES, find_damage
 from hfgpt.checkpointing.training_state import STATE, read_state
 from hfgpt.config import PretrainConfig
-from hfgpt.data import prepare_again
+from hfgpt.data import prepare_data_of_run
 from hfgpt.data.tokenization import has_tokenizer
 from hfgpt.errors import UserError
 from hfgpt.evaluation.loss import scored_blocks, windows
@@ -111,7 +111,7 @@ def _evaluation(folder: Path) -> tuple[float, float, tuple[np.ndarray, np.ndarra
     if config.document_masking:
         raise UserError("it was evaluated with documents masked from each other")
     blocks_per_step = data["fingerprint"]["blocks_per_step"]
-    text = prepare_again(config, blocks_per_step, trainer["config"], data["fingerprint"], folder)
+    text = prepare_data_of_run(config, blocks_per_step, trainer["config"], data["fingerprint"], folder)
     for key in ("held_out", "held_out.hash", "tokenizer"):
         if text.train.fingerprint.get(key) != data["fingerprint"].get(key):
             raise UserError(f"the text is no longer that of the run: {key} differs")

@@ -11,8 +11,8 @@ from transformers import TrainerCallback
 
 from hfgpt.checkpointing.checkpoint import rewind_run
 from hfgpt.config import PretrainConfig
-from hfgpt.data import told_counts
-from hfgpt.data.stream import StepBatch, batch_hash, side_by_side
+from hfgpt.data import describe_skipped
+from hfgpt.data.stream import StepBatch, batch_hash, join_batches
 from hfgpt.distributed.device import peak_memory_bytes
 from hfgpt.distributed.stop_signals import Interrupted, StopSignals
 from hfgpt.errors import RunError, UserError, name_process
@@ -106,7 +106,7 @@ def next_batch(run: TrainingRun) -> tuple[StepBatch, StepBatch]:
             run.record(event="stream_retry", **event)
         stop(run, fault)
     batches = [share for share in shares if isinstance(share, StepBatch)]
-    return batches[ranks.rank], side_by_side(batches)
+    return batches[ranks.rank], join_batches(batches)
 
 
 def start(run: TrainingRun) -> None:
@@ -225,6 +225,6 @@ def finish(run: TrainingRun, fault: str | None = None) -> None:
     run.record(event="end", skipped_rows=dict(run.progress.skipped_rows), fault=fault)
     run.has_ended = True
     if run.progress.skipped_rows and run.is_main:
-        print("\n".join(told_counts(run.progress.skipped_rows)), flush=True)
+        print("\n".join(describe_skipped(run.progress.skipped_rows)), flush=True)
     run.machine.ranks.disconnect()
     run.machine.accelerator.end_training()

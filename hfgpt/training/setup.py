@@ -17,8 +17,8 @@ from hfgpt.checkpointing.run_folder import RunFolder
 from hfgpt.checkpointing.saver import Saver
 from hfgpt.checkpointing.training_state import read_state
 from hfgpt.config import AUTO, Batch, PretrainConfig
-from hfgpt.data import TextData, prepare_again, prepare_data
-from hfgpt.data.stream import iterate, named_documents
+from hfgpt.data import TextData, prepare_data, prepare_data_of_run
+from hfgpt.data.loader import iterate
 from hfgpt.distributed.compiler import choose_compile
 from hfgpt.distributed.device import device_name, memory_bytes, start_accelerator
 from hfgpt.distributed.fsdp2 import take_fsdp_request
@@ -126,7 +126,7 @@ def _prepare(
         step=step,
         progress=progress,
         callbacks=_build_callbacks(plan, machine, own_callbacks, reporting, data, step, progress, resumed),
-        non_finite=NonFiniteGuard(folder, ranks, partial(named_documents, data.train, decode)),
+        non_finite=NonFiniteGuard(folder, ranks, partial(data.train.locate_rows, decode)),
         saver=Saver(folder, config.save_total_limit, config.max_failed_saves, progress.step if resumed else None),
         facts=run_facts(progress.run_id, plan, data.train.fingerprint),
     )
@@ -197,7 +197,7 @@ def _open_text(
         if resume_from is None:
             return prepare_data(settings, batch.blocks_per_step)
         saved, data = (read_state(resume_from, name) for name in ("trainer_state", "data_state"))
-        return prepare_again(settings, batch.blocks_per_step, saved["config"], data["fingerprint"], resume_from)
+        return prepare_data_of_run(settings, batch.blocks_per_step, saved["config"], data["fingerprint"], resume_from)
 
     while True:
         try:

@@ -30,8 +30,9 @@ from side_by_side import at_least_one, keep, machine
 
 from hfgpt.config import PretrainConfig
 from hfgpt.data import prepare_data
+from hfgpt.data.document_stream import DocumentStream
+from hfgpt.data.loader import iterate
 from hfgpt.data.sources import Source, open_source
-from hfgpt.data.stream import DocumentStream, iterate
 from hfgpt.data.tokenization import load_tokenizer, save_tokenizer
 
 LENGTH, BLOCKS = 1024, 8

@@ -19,11 +19,15 @@ import pytest
 from test_stream import LAYOUTS, TOKENIZER, assert_same, document_stream, memory_blocks, source_of, take, texts
 
 from hfgpt.config import PretrainConfig
-from hfgpt.data import prepare_data, sources
+from hfgpt.data import file_access, prepare_data
+from hfgpt.data.document_stream import DocumentStream, _read
 from hfgpt.data.encoding import Encoder
-from hfgpt.data.remote import patiently, take_events
-from hfgpt.data.sources import Unusable, open_source
-from hfgpt.data.stream import DocumentStream, _read, iterate, side_by_side
+from hfgpt.data.formats import parquet
+from hfgpt.data.loader import iterate
+from hfgpt.data.remote import read_with_retries, take_retries
+from hfgpt.data.sources import open_source
+from hfgpt.data.stream import join_batches
+from hfgpt.data.units import Unusable
 from hfgpt.errors import RunError, UserError
 
 
@@ -32,7 +36,7 @@ def read_epochs(stream, epochs, world, workers):
     ranks = [iterate(stream, None, rank=rank, world=world, num_workers=workers) for rank in range(world)]
     steps = []
     while not steps or min(origins[-1][0] for origins in steps[-1].documents) < epochs:
-        steps.append(side_by_side([next(rank) for rank in ranks]))
+        steps.append(join_batches([next(rank) for rank in ranks]))
     for rank in ranks:
         rank.close()
     rows = [stream.source.read(unit) for unit in stream.source.units]
@@ -88,7 +92,7 @@ def blocks_of(batches):
 def test_documents_encoded_together_do_not_change_the_blocks(tmp_path, monkeypatch, together):  # C22
     stream = document_stream(tmp_path / "text")
     expected = take(stream, None, 30)
-    monkeypatch.setattr("hfgpt.data.stream.ENCODED_TOGETHER", together)
+    monkeypatch.setattr("hfgpt.data.document_stream.ENCODED_TOGETHER", together)
     assert_same(take(stream, None, 30), expected)
 
 
@@ -171,18 +175,18 @@ def far(tmp_path, monkeypatch):
     """A source of three files, faults that reading a file raises in turn (by its name), and the pauses made."""
     source = source_of(tmp_path / "text", [[10]] * 3)
     units = [unit._replace(file=f"file://{unit.file}") for unit in source.units]
-    faults, pauses, opened = {}, [], sources.open_file
+    faults, pauses, opened = {}, [], file_access.url_to_fs
 
-    def failing(file, *args, **kwargs):
+    def failing(file):
         for name, errors in faults.items():
             if name in file and errors:
                 raise errors.pop(0)
-        return opened(file, *args, **kwargs)
+        return opened(file)
 
-    monkeypatch.setattr(sources, "open_file", failing)
-    monkeypatch.setattr("hfgpt.data.remote.time.sleep", pauses.append)
-    sources._footer.cache_clear()
-    take_events()
+    monkeypatch.setattr(file_access, "url_to_fs", failing)
+    monkeypatch.setattr("hfgpt.retry.time.sleep", pauses.append)
+    monkeypatch.setattr(parquet, "_footers", parquet._FooterCache())
+    take_retries()
     return dataclasses.replace(source, units=units), faults, pauses
 
 
@@ -209,7 +213,7 @@ def test_a_fault_on_the_way_that_stays_is_no_bad_file(far):  # C11
         dataclasses.replace(source, skip_bad_files=True, patience_seconds=0).read(source.units[1])
 
 
-def test_a_file_that_is_not_there_is_told_at_once(far):  # C12
+def test_a_missing_file_is_reported_at_once(far):  # C12
     source, faults, pauses = far
     for error in (FileNotFoundError(2, "No such file"), answered(404)):
         faults["001.parquet"] = [error]
@@ -227,7 +231,7 @@ def test_a_busy_server_is_left_alone_for_as_long_as_it_asks(far):  # C12
             raise answers.pop()
         return "text"
 
-    assert patiently(read, "a file", 900) == "text"
+    assert read_with_retries(read, "a file", 900) == "text"
     assert len(pauses) == 2 and min(pauses) >= 7
 
 
@@ -236,7 +240,7 @@ def test_a_server_cannot_ask_for_more_patience_than_there_is(far):
     later = formatdate(time.time() + 30, usegmt=True)
     for asked in (later, "3600", "1e9", "soon"):
         answers = [answered(429, {"Retry-After": asked})]
-        patiently(lambda answers=answers: answers and (_ for _ in ()).throw(answers.pop()), "a file", 20)
+        read_with_retries(lambda answers=answers: answers and (_ for _ in ()).throw(answers.pop()), "a file", 20)
     assert pauses == pytest.approx([10, 10, 1, 1], abs=0.5)  # then one more try, in the time that is left
 
 
@@ -247,10 +251,10 @@ def test_what_the_system_refuses_of_a_local_file_is_no_bad_file(tmp_path, monkey
     def refuse(*_, **__):
         raise error
 
-    monkeypatch.setattr(sources, "open_file", refuse)
-    with pytest.raises(UserError, match=f"a.txt cannot be read.*{error.strerror}") as told:
+    monkeypatch.setattr(file_access, "url_to_fs", refuse)
+    with pytest.raises(UserError, match=f"a.txt cannot be read.*{error.strerror}") as caught:
         open_source(str(tmp_path), skip_bad_files=True)
-    assert type(told.value) is UserError
+    assert type(caught.value) is UserError
 
 
 def test_streams_that_find_nothing_in_one_epoch_go_on_with_the_next(tmp_path):

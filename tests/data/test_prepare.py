@@ -1,4 +1,4 @@
-"""From a data set's name to streams: what is held out, what is told, and a data set on the Hub."""
+"""From a data set's name to streams: what is held out, what the plan says, and a data set on the Hub."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ from hub_server import HubServer
 
 from hfgpt.config import PretrainConfig
 from hfgpt.data import prepare_data
-from hfgpt.data.stream import DocumentStream, MemoryBlocks, iterate
+from hfgpt.data.document_stream import DocumentStream
+from hfgpt.data.loader import iterate
+from hfgpt.data.memory_blocks import MemoryBlocks
 from hfgpt.errors import UserError
 
 WORDS = [
@@ -157,12 +159,13 @@ def test_a_copy_of_the_document_that_is_cut_at_the_border_is_left_out(tmp_path, 
     assert cut not in training_lines(data, 2) and cut.removesuffix(tail) in training_lines(data, 2)
 
 
-def test_of_a_large_stream_the_end_is_held_out_and_its_share_told(tmp_path, monkeypatch):
-    monkeypatch.setattr("hfgpt.data.IN_MEMORY_BYTES", 1000)
+def test_the_end_of_a_large_stream_is_held_out_and_its_share_is_in_the_plan(tmp_path, monkeypatch):
+    for module in ("prepare", "held_out"):
+        monkeypatch.setattr(f"hfgpt.data.{module}.IN_MEMORY_BYTES", 1000)
     documents = texts(2000)
     total = sum(map(len, documents))
     for name, most, tenths in (("a.parquet", 10**9, 1), ("a.jsonl", 10**9, 1), ("b.parquet", 2000, 20_000 / total)):
-        monkeypatch.setattr("hfgpt.data.MOST_HELD_OUT", most)
+        monkeypatch.setattr("hfgpt.data.held_out.MAX_HELD_OUT_CHARACTERS", most)
         data = prepare(write(tmp_path / name, documents, 30), streaming=True)
         validation = lines_of(data, data.validation)
         assert validation[1:] == documents[1 - len(validation) :]
@@ -170,28 +173,18 @@ def test_of_a_large_stream_the_end_is_held_out_and_its_share_told(tmp_path, monk
         assert "% of the characters)" in "\n".join(data.description)
 
 
-@pytest.mark.parametrize(
-    ("streaming", "then"), [(False, "last tenth"), (True, "held out: unit 3 from row 45 on"), (True, None)]
-)
-def test_a_run_that_goes_on_holds_out_what_it_held_out_then(tmp_path, streaming, then):
-    documents, tokenizer = texts(200), prepare(write(tmp_path / "a.parquet", texts(200), 50)).tokenizer
-    settings = {"dataset": str(tmp_path / "a.parquet"), "tokenizer": "char", "seed": 1, "sequence_length": 16}
-    config = PretrainConfig(max_steps=1, streaming=streaming, **settings)
-    now = prepare_data(config, 8, tokenizer)
-    began = {**now.train.fingerprint, "held_out": then or now.train.fingerprint["held_out"]}
-    data = prepare_data(config, 8, tokenizer, began)
-    assert data.train.fingerprint["held_out"] == began["held_out"]
-    if then is None:
-        assert data.train.fingerprint == now.train.fingerprint and np.array_equal(data.validation, now.validation)
-        return
+def test_a_run_of_an_earlier_version_holds_out_the_whole_documents_that_it_held_out_then(tmp_path):
+    documents = texts(200)
+    path = write(tmp_path / "a.parquet", documents, 50)
+    config = PretrainConfig(dataset=str(path), tokenizer="char", seed=1, sequence_length=16, max_steps=1)
+    data = prepare_data(config, 8, saved_rule="last tenth")
+    assert data.train.fingerprint["held_out"] == "last tenth"
     validation = lines_of(data, data.validation)
     assert validation == documents[-len(validation) :]
-    if streaming:
-        assert len(validation) == 5
-    else:
-        assert sum(map(len, validation[1:])) < sum(map(len, documents)) / 10 <= sum(map(len, validation))
-    other = {**began, "dataset.hash": "of another text"}
-    assert prepare_data(config, 8, tokenizer, other).train.fingerprint == now.train.fingerprint
+    assert sum(map(len, validation[1:])) < sum(map(len, documents)) / 10 <= sum(map(len, validation))
+    now = prepare_data(config, 8)
+    again = prepare_data(config, 8, saved_rule=now.train.fingerprint["held_out"])
+    assert again.train.fingerprint == now.train.fingerprint
 
 
 @pytest.mark.parametrize(
@@ -199,9 +192,9 @@ def test_a_run_that_goes_on_holds_out_what_it_held_out_then(tmp_path, streaming,
 )
 def test_text_files_are_streamed_in_pieces(tmp_path, monkeypatch, files, name):
     """Files that are one document in memory train as a stream, too."""
-    monkeypatch.setattr("hfgpt.data.IN_MEMORY_BYTES", 100_000)
-    monkeypatch.setattr("hfgpt.data.sources.TEXT_DOCUMENT_BYTES", 2000)
-    monkeypatch.setattr("hfgpt.data.sources.SPAN_BYTES", 30_000)
+    monkeypatch.setattr("hfgpt.data.prepare.IN_MEMORY_BYTES", 100_000)
+    monkeypatch.setattr("hfgpt.data.formats.text.DOCUMENT_CHARACTERS", 2000)
+    monkeypatch.setattr("hfgpt.data.formats.spans.SPAN_BYTES", 30_000)
     whole = ""
     for file, size in files.items():
         text = "".join(f"{file}, line {n}: {n * n % 97} é\n" for n in range(20_000))[: int(100_000 * size)]
@@ -249,7 +242,7 @@ def test_kind_of_stream_by_size_and_by_request(tmp_path, monkeypatch):
     path = write(tmp_path / "a.jsonl", texts(100))
     assert isinstance(prepare(path).train, MemoryBlocks)
     assert isinstance(prepare(path, streaming=True).train, DocumentStream)
-    monkeypatch.setattr("hfgpt.data.IN_MEMORY_BYTES", 1000)
+    monkeypatch.setattr("hfgpt.data.prepare.IN_MEMORY_BYTES", 1000)
     assert isinstance(prepare(path).train, DocumentStream)
     assert isinstance(prepare(path, streaming=False).train, MemoryBlocks)
 
@@ -285,7 +278,7 @@ def test_fingerprint_does_not_depend_on_the_folder(tmp_path):
     assert prints[0] == prints[1]
 
 
-def test_plan_tells_what_is_trained_on(tmp_path):
+def test_the_plan_shows_what_is_trained_on(tmp_path):
     lines = prepare(write(tmp_path / "a.jsonl", texts(100))).description
     assert lines[0].startswith(str(tmp_path))  # the plan puts "text" in front of it
     description = "\n".join(lines)
@@ -302,7 +295,7 @@ def test_plan_tells_what_is_trained_on(tmp_path):
         (texts(30), {"eval_dataset": "nowhere.txt"}, r"^eval_dataset=nowhere\.txt: no such file"),
         (texts(30), {"tokenizer": "bpe-1"}, "^tokenizer=bpe-1"),
         (texts(5), {"streaming": True}, "too few training documents"),
-        (["same"] * 30, {}, "0 training tokens .*27 documents also stand in the validation text; .*eval_dataset"),
+        (["same"] * 30, {}, "0 training tokens .*27 documents are also in the validation text; .*eval_dataset"),
     ],
 )
 def test_impossible_text_is_refused(tmp_path, documents, options, message):
@@ -314,7 +307,7 @@ def test_impossible_text_is_refused(tmp_path, documents, options, message):
 def test_training_text_that_is_all_in_the_evaluation_text_is_named(tmp_path, streaming):
     path = write(tmp_path / "a.jsonl", texts(30))
     data = None
-    with pytest.raises(UserError, match=r"also stand in the validation text.* give another eval_dataset"):
+    with pytest.raises(UserError, match=r"also in the validation text.* give another eval_dataset"):
         data = prepare(path, eval_dataset=str(path), streaming=streaming)
         next(iterate(data.train, None))
     assert (data is not None) == streaming
@@ -339,13 +332,14 @@ HUB = """
 import json, sys
 from hfgpt.config import PretrainConfig
 from hfgpt.data import prepare_data, sources
+from hfgpt.data.formats import spans
 from hfgpt.errors import UserError
 
 def prepare(**options):
     return prepare_data(PretrainConfig(tokenizer="char", seed=1, sequence_length=16, max_steps=1, **options), 8)
 
 from itertools import islice
-from hfgpt.data.stream import iterate
+from hfgpt.data.loader import iterate
 data = prepare(dataset="user/corpus", eval_dataset="validation")
 problems = []
 for options in (
@@ -360,7 +354,7 @@ for options in (
         prepare(**options)
     except UserError as error:
         problems.append(str(error))
-sources.SPAN_BYTES = 300
+spans.SPAN_BYTES = 300
 lines = sources.open_source("user/lines")
 print(json.dumps({
     "lines": [row for unit in lines.units for row in lines.read(unit)],
@@ -425,7 +419,7 @@ def test_missing_local_text_column_is_refused_before_anything_is_written(tmp_pat
 
 @pytest.mark.parametrize("end", ["\n", " ", "é ", "\r"])
 def test_a_text_without_line_ends_is_streamed_in_pieces(tmp_path, monkeypatch, end):
-    monkeypatch.setattr("hfgpt.data.sources.SPAN_BYTES", 30_000)
+    monkeypatch.setattr("hfgpt.data.formats.spans.SPAN_BYTES", 30_000)
     text = "".join(f"word {n}, {n * n % 97}{end}" for n in range(20_000))
     (tmp_path / "a.txt").write_bytes(text.encode())
     data = prepare(tmp_path / "a.txt", streaming=True, sequence_length=64)
@@ -462,7 +456,7 @@ def test_an_evaluation_text_that_is_nowhere_is_named_at_once(tmp_path, monkeypat
     )
 
 
-def test_eval_tokens_are_said_where_they_leave_text_out(tmp_path):
+def test_the_plan_names_eval_tokens_where_they_leave_text_out(tmp_path):
     path = write(tmp_path / "a.jsonl", texts(60))
     other = write(tmp_path / "b.jsonl", texts(50))
     for given in ({}, {"eval_dataset": str(other)}):

@@ -14,9 +14,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from hfgpt.data import embedded, sources
+from hfgpt.data import embedded
 from hfgpt.data.embedded import embedded_documents
-from hfgpt.data.sources import Unusable, open_source
+from hfgpt.data.formats import spans
+from hfgpt.data.formats import text as text_format
+from hfgpt.data.sources import open_source
+from hfgpt.data.units import Unusable
 from hfgpt.errors import UserError
 
 ODD = Path(__file__).parents[3] / "shared" / "data" / "odd"
@@ -51,7 +54,7 @@ def test_documents_of_a_file(tmp_path, name):
 
 @pytest.mark.parametrize("span", [1, 7, 64, 100, 10_000])
 def test_spans_cut_between_lines(tmp_path, monkeypatch, span):
-    monkeypatch.setattr(sources, "SPAN_BYTES", span)
+    monkeypatch.setattr(spans, "SPAN_BYTES", span)
     path = tmp_path / "a.jsonl"
     write_jsonl(path, TEXTS)
     path.write_bytes(path.read_bytes().rstrip(b"\n"))
@@ -87,9 +90,9 @@ def test_small_text_file_is_one_document(tmp_path):
 
 
 def test_large_text_file_is_cut_at_line_ends(tmp_path, monkeypatch):
-    monkeypatch.setattr(sources, "IN_MEMORY_BYTES", 1000)
-    monkeypatch.setattr(sources, "SPAN_BYTES", 5000)
-    monkeypatch.setattr(sources, "TEXT_DOCUMENT_BYTES", 500)
+    monkeypatch.setattr(text_format, "IN_MEMORY_BYTES", 1000)
+    monkeypatch.setattr(spans, "SPAN_BYTES", 5000)
+    monkeypatch.setattr(text_format, "DOCUMENT_CHARACTERS", 500)
     text = "".join(f"line {n}, é\n" for n in range(3000))
     (tmp_path / "a.txt").write_text(text)
     documents, reasons = read(open_source(str(tmp_path / "a.txt")))
@@ -317,7 +320,7 @@ def test_a_hub_that_is_not_there_is_named_in_seconds_without_waiting_for_it(monk
     monkeypatch.setattr(huggingface_hub.utils, "get_session", lambda: type("Session", (), {"head": unreachable})())
     monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", unreachable)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", never)
-    monkeypatch.setattr("hfgpt.data.load_tokenizer", never)
+    monkeypatch.setattr("hfgpt.data.prepare.load_tokenizer", never)
     (tmp_path / "a.txt").write_text("some text\n" * 99)
     with pytest.raises(UserError, match=rf"^{what}=nope/nothing: no .*local file.* the Hub at .* cannot be reached"):
         if what == "dataset":

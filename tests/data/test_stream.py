@@ -19,11 +19,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from hfgpt.data.document_stream import DocumentStream
 from hfgpt.data.encoding import Encoder
+from hfgpt.data.loader import iterate
+from hfgpt.data.memory_blocks import MemoryBlocks
 from hfgpt.data.permutation import permutation
 from hfgpt.data.position import resumed_position
 from hfgpt.data.sources import open_source, text_hash
-from hfgpt.data.stream import DocumentStream, MemoryBlocks, iterate, merge_positions
+from hfgpt.data.stream import merge_positions
 from hfgpt.data.tokenization import load_tokenizer
 from hfgpt.errors import UserError
 
@@ -315,7 +318,7 @@ def test_workers_have_something_to_do(tmp_path):
 
 
 def test_world_that_does_not_divide_is_named(stream):
-    with pytest.raises(UserError, match=r"cannot be cut over 3 processes; .* fit: 1, 2, 4, 8"):
+    with pytest.raises(UserError, match=r"cannot be split over 3 processes; .* fit: 1, 2, 4, 8"):
         iterate(stream, None, world=3)
 
 
@@ -360,7 +363,7 @@ def test_workers_leave_signals_to_the_main_process(tmp_path):
 KILLED = """
 import os, sys, time
 from pathlib import Path
-from hfgpt.data.stream import iterate
+from hfgpt.data.loader import iterate
 from test_stream import Encoder, document_stream
 
 def slow(self, texts):
@@ -436,7 +439,7 @@ import sys
 from itertools import islice
 from hfgpt.config import PretrainConfig
 from hfgpt.data import prepare_data
-from hfgpt.data.stream import iterate
+from hfgpt.data.loader import iterate
 
 config = PretrainConfig(dataset=sys.argv[1], tokenizer="bpe-300", sequence_length=16, streaming=True, max_steps=1)
 data = prepare_data(config, 8)

@@ -20,9 +20,9 @@ import pytest
 from hub_server import API, FILES, Faults, HubServer
 from running import ALONE, FORKED, TWO, Run
 
+from hfgpt import retry
 from hfgpt.checkpointing.checkpoint import find_damage
-from hfgpt.data import remote
-from hfgpt.data.remote import patiently
+from hfgpt.data.remote import read_with_retries
 from hfgpt.errors import RunError
 
 # Reads 40 steps and prints their hashes, the end position and the retries; sleeps are cut short.
@@ -35,17 +35,18 @@ logging.getLogger("hfgpt").setLevel(logging.ERROR)
 from itertools import islice
 from hfgpt.config import PretrainConfig
 from hfgpt.data import prepare_data
-from hfgpt.data.remote import take_events
-from hfgpt.data.stream import batch_hash, iterate
+from hfgpt.data.loader import iterate
+from hfgpt.data.remote import take_retries
+from hfgpt.data.stream import batch_hash
 
 settings = dict(tokenizer="bpe-300", sequence_length=32, max_steps=1, streaming=True, eval_tokens=500)
 config = PretrainConfig(**{**settings, **json.loads(sys.argv[1])})
 try:
     data = prepare_data(config, 16)
-    events = take_events()
+    events = take_retries()
     batches = list(islice(iterate(data.train, None, num_workers=config.dataloader_num_workers), 40))
 except Exception as error:
-    print(json.dumps({"error": f"{type(error).__name__}: {error}", "events": take_events()}))
+    print(json.dumps({"error": f"{type(error).__name__}: {error}", "events": take_retries()}))
 else:
     events += [event for batch in batches for event in batch.retries]
     hashes = [batch_hash(batch.blocks) for batch in batches]
@@ -239,7 +240,7 @@ def test_a_reader_that_is_killed_ends_the_run_with_a_checkpoint(start):
     workers[-1].kill()
     said = run.end()
     assert run.process.returncode == 1
-    assert "a process that reads the text has been killed" in said.splitlines()[-1] and "Traceback" not in said
+    assert "a process that reads the text was killed" in said.splitlines()[-1] and "Traceback" not in said
     step = run.records()[-1]["step"]
     assert (run.folder / "checkpoint-latest").resolve().name == f"checkpoint-{step}" and len(run.ledger()) == step
 
@@ -252,7 +253,7 @@ def test_a_trickle_of_bytes_is_no_reading():
 
     bytes_read: list[int] = []
     with pytest.raises(RunError, match=r"could not be read for \d+ s \(it took more than 1 s\)"):
-        patiently(trickle, "a file", 1)
+        read_with_retries(trickle, "a file", 1)
     assert len(bytes_read) < 1000
 
 
@@ -260,11 +261,11 @@ def test_a_trickle_of_bytes_is_no_reading():
 def test_one_stream_timeout_bounds_all_tries_together(first_failure_seconds):
     """A read that fails late and then hangs: each try gets what is left."""
     limits, tries = [], []
-    real = remote.deadline
+    real = retry.deadline
 
-    def noted(seconds, *given):
+    def noted(seconds, **given):
         limits.append(seconds)
-        return real(seconds, *given)
+        return real(seconds, **given)
 
     def read():
         tries.append(time.monotonic())
@@ -275,9 +276,9 @@ def test_one_stream_timeout_bounds_all_tries_together(first_failure_seconds):
             time.sleep(0.05)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(remote, "deadline", noted)
+        patch.setattr(retry, "deadline", noted)
         with pytest.raises(RunError, match=r"could not be read for \d s"):
-            patiently(read, "a file", 1.5)
+            read_with_retries(read, "a file", 1.5)
     # What a try may take, counted from the beginning, is never beyond the end.
     ends = [begun - tries[0] + limit for begun, limit in zip(tries, limits, strict=True)]
     assert len(tries) >= 2 and ends == pytest.approx([1.5] * len(tries), abs=0.05)

@@ -25,11 +25,11 @@ from tampering import edit, louder, rewrite, sealed
 
 from hfgpt.checkpointing import checkpoint
 from hfgpt.checkpointing.training_state import read_state
-from hfgpt.data.remote import asked_pause
 from hfgpt.errors import RunError, UserError
 from hfgpt.hub import push as hub
 from hfgpt.hub.import_export import export
 from hfgpt.hub.model_card import model_card
+from hfgpt.retry import requested_pause
 
 MODEL = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
 PUSHED = MODEL | {"README.md", "loss.png", "metrics.jsonl"}
@@ -389,7 +389,7 @@ def test_a_hub_that_is_down_does_not_stop_a_run_from_starting(config, client, ca
 )
 def test_a_server_is_left_alone_as_long_as_it_asks(headers, seconds):
     busy = type("Busy", (Exception,), {"response": SimpleNamespace(headers=headers)})()
-    assert asked_pause(busy) == seconds
+    assert requested_pause(busy) == seconds
 
 
 def test_signed_addresses_and_tokens_are_not_shown():

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from transformers import TrainerCallback
 
 from hfgpt import Pretrainer
-from hfgpt.data.stream import iterate
+from hfgpt.data.loader import iterate
 from hfgpt.errors import RunError
 
 

@@ -1,0 +1,204 @@
+"""The stream of a text of any size: shuffled documents, packed end to end."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
+
+from hfgpt.data.encoding import Encoder
+from hfgpt.data.permutation import hashes, permutation
+from hfgpt.data.sources import Source
+from hfgpt.data.stream import SHOWN_TOKENS, Decode, StepBatch, divisors, join_batches
+from hfgpt.data.units import IN_MEMORY_BYTES, Unit, Unusable
+from hfgpt.errors import UserError
+
+MAX_STREAMS = 96
+PARTS_PER_STREAM = 8
+CACHED_UNITS = 4
+ENCODED_TOGETHER = 8
+# A stream whose parts have no document, by chance, in one epoch has other parts in the next.
+MAX_EMPTY_EPOCHS = 8
+
+
+class StreamedDocument(NamedTuple):
+    """Tokens of a document, its place [epoch, part, row], its origin (epoch, unit, row), and what was skipped: rows
+    before it, and what the tokenizer does not represent of it.
+    """
+
+    place: list[int]
+    origin: tuple[int, int, int]
+    ids: np.ndarray
+    skipped: Counter[str] | None
+
+
+class _Text(NamedTuple):
+    """A document before it is encoded."""
+
+    place: list[int]
+    origin: tuple[int, int, int]
+    text: str
+    skipped: Counter[str] | None
+
+
+@dataclass(eq=False)
+class DocumentStream:
+    """Blocks of shuffled documents, packed end to end, from a source of any size.
+
+    A step is split into V logical streams; V is the divisor of `blocks_per_step` up to 96 that has the most divisors
+    itself, so that many world sizes fit it. Each epoch permutes the units (split into parts if they are few). Stream
+    i reads every V-th part from the i-th on, shuffles the rows of each, and moves to its next epoch on its own. All of
+    it depends on seed, epoch and place, so no random state is stored. Position: `{"streams": [[epoch, part, row,
+    token], ...]}`, for each stream the first token of its next block. Raises UserError for fewer rows than streams.
+    """
+
+    source: Source
+    encoder: Encoder
+    seed: int
+    sequence_length: int
+    blocks_per_step: int
+    fingerprint: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        candidates = [n for n in divisors(self.blocks_per_step) if n <= MAX_STREAMS]
+        self.streams = self.divisible = max(candidates, key=lambda n: (len(divisors(n)), n))
+        self.start = self.start_of_epoch(0)
+        self._parts = self._split_units()
+
+    def start_of_epoch(self, epoch: int) -> dict[str, Any]:
+        return {"streams": [[epoch, 0, 0, 0] for _ in range(self.streams)]}
+
+    def steps(self, position: dict[str, Any], first: int, last: int) -> Iterator[StepBatch]:
+        if (saved_streams := len(position["streams"])) != self.streams:
+            raise UserError(
+                f"resume_from_checkpoint: position of {saved_streams} streams, and there are {self.streams}"
+            )
+        streams = [self._pack(i, position["streams"][i]) for i in range(first, last)]
+        return map(join_batches, zip(*streams))  # noqa: B905 all are endless
+
+    def _pack(self, stream: int, cursor: list[int]) -> Iterator[StepBatch]:
+        """One logical stream's blocks of each step: its documents end to end."""
+        documents, token = self.documents(stream, cursor), cursor[-1]
+        step_tokens = self.blocks_per_step // self.streams * self.sequence_length
+        pending = deque([next(documents)])
+        held, skipped = len(pending[0].ids), Counter(pending[0].skipped)
+        while True:
+            origins = [(*pending[0].origin, -token)]
+            while held <= token + step_tokens:
+                pending.append(next(documents))
+                held += len(pending[-1].ids)
+            rest = (document.ids[: step_tokens + 1] for document in islice(pending, 1, None))
+            run = np.concatenate([pending[0].ids[token : token + step_tokens + 1], *rest])
+            blocks = sliding_window_view(run, self.sequence_length + 1)[: step_tokens : self.sequence_length]
+            token += step_tokens
+            while token >= len(pending[0].ids):
+                length = len(pending.popleft().ids)
+                token, held = token - length, held - length
+                origins.append((*pending[0].origin, step_tokens - token))
+                if pending[0].skipped:  # counted when the cursor passes them, so that a resume counts none twice
+                    skipped.update(pending[0].skipped)
+            yield StepBatch(blocks, {"streams": [[*pending[0].place, token]]}, skipped, [origins])
+            skipped = Counter()
+
+    def documents(self, stream: int, cursor: list[int]) -> Iterator[StreamedDocument]:
+        """The documents of one logical stream, endless, from the one at `cursor` on."""
+        epoch, first_part, first_row, token = cursor
+        # What the tokenizer does not represent of the document at the cursor was counted before the resume.
+        counted = cursor[:3] if first_part + first_row + token > 0 else None
+        is_found, skipped, empty_epochs = first_part + first_row > 0, Counter[str](), 0
+        while True:
+            parts = self._shuffle_parts(epoch)[stream :: self.streams].copy()
+            for part in range(first_part, len(parts)):
+                texts = self._read_part(stream, [epoch, part], parts[part], first_row, skipped)
+                for document in self._encode(texts, counted):
+                    is_found |= len(document.ids) > 0
+                    yield document
+                first_row = 0
+            empty_epochs = 0 if is_found else empty_epochs + 1
+            if empty_epochs == MAX_EMPTY_EPOCHS:
+                raise self._too_few(f"stream {stream} found none ({dict(skipped)} skipped)", skipped)
+            epoch, first_part, is_found = epoch + 1, 0, False
+
+    def _read_part(
+        self, stream: int, epoch_and_part: list[int], unit_part: np.ndarray, first_row: int, skipped: Counter[str]
+    ) -> list[_Text]:
+        """The shuffled texts of a part, from `first_row` on. `skipped` counts the rows before the next text."""
+        unit, k, n = unit_part.tolist()
+        rows = _read(self.source, self.source.units[unit])
+        start, stop = len(rows) * k // n, len(rows) * (k + 1) // n
+        epoch, part = epoch_and_part
+        order = (start + permutation(stop - start, self.seed, epoch, 2, stream, part)).tolist()
+        texts = []
+        for number in range(first_row, len(order)):
+            text = rows[order[number]]
+            if isinstance(text, Unusable):
+                skipped[text.reason] += 1
+            else:
+                skipped_before = Counter(skipped) if skipped else None
+                texts.append(_Text([epoch, part, number], (epoch, unit, order[number]), text, skipped_before))
+                skipped.clear()
+        return texts
+
+    def _encode(self, texts: list[_Text], counted: list[int] | None) -> Iterator[StreamedDocument]:
+        for first in range(0, len(texts), ENCODED_TOGETHER):  # together, which is faster
+            chunk = texts[first : first + ENCODED_TOGETHER]
+            encoded = self.encoder.documents([text for _, _, text, _ in chunk])
+            for (place, origin, _, skipped), document in zip(chunk, encoded, strict=True):
+                if document.lost and place != counted:
+                    skipped = document.lost + (skipped or Counter())
+                yield StreamedDocument(place, origin, document.ids, skipped)
+
+    def _shuffle_parts(self, epoch: int) -> np.ndarray:
+        """All rows (unit, part, parts) in the epoch's order: units shuffled, the parts of one next to each other, so
+        that neighbouring streams, which share a process, read the same unit at about the same time.
+        """
+        by_unit = hashes(self._parts[:, 0], self.seed, epoch, 3)
+        by_part = hashes(np.arange(len(self._parts)), self.seed, epoch, 4)
+        return self._parts[np.lexsort((by_part, by_unit))]
+
+    def _split_units(self) -> np.ndarray:
+        """All rows (unit, part, parts), int64: at least 8 for each stream if there are that many rows."""
+        wanted = math.ceil(PARTS_PER_STREAM * self.streams / max(len(self.source.units), 1))
+        counts = []
+        for unit in self.source.units:
+            rows = unit.rows
+            if rows is None:  # a large source surely has enough of them
+                rows = len(_read(self.source, unit)) if self.source.size_bytes <= IN_MEMORY_BYTES else wanted
+            counts.append(min(rows, wanted))
+        if sum(counts) < self.streams:
+            raise self._too_few(f"there are {sum(counts)}", Counter())
+        return np.array([(i, part, count) for i, count in enumerate(counts) for part in range(count)], np.int64)
+
+    def _too_few(self, found: str, skipped: Counter[str]) -> UserError:
+        fix = f"use a smaller tokens_per_step (now {self.blocks_per_step} blocks) or streaming=false"
+        if copies := skipped["in_validation"]:
+            fix = f"{copies} are also in the validation text: give another eval_dataset or more text"
+        need = f"too few training documents for {self.streams} streams, each of which needs one"
+        return UserError(f"dataset: {need}: {found}; {fix}")
+
+    def locate_rows(self, decode: Decode, batch: StepBatch, rows: Sequence[int]) -> list[dict[str, Any]]:
+        located, each, length = [], len(batch.blocks) // self.streams, self.sequence_length
+        for number, origins in enumerate(batch.documents):
+            run = batch.blocks[number * each : (number + 1) * each, :-1].ravel()
+            starts = [start for *_, start in origins]
+            wanted = {row - number * each for row in rows if row // each == number}
+            for (epoch, unit, row, start), stop in zip(origins, [*starts[1:], len(run)], strict=True):
+                if wanted.isdisjoint(range(max(start, 0) // length, -(-stop // length))):
+                    continue
+                file, place, *_ = self.source.units[unit]
+                part = {"row_group" if file.endswith(".parquet") else "from_byte": place, "row": row}
+                text = decode(run[max(start, 0) : min(stop, max(start, 0) + SHOWN_TOKENS)])
+                located.append({"file": file, **part, "epoch": epoch, "text": text, "goes_on": start < 0})
+        return located
+
+
+@functools.lru_cache(CACHED_UNITS)
+def _read(source: Source, unit: Unit) -> list[str | Unusable]:
+    return source.read(unit)

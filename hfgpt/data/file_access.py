@@ -1,0 +1,69 @@
+"""Opening local and remote files, and what their errors mean for the user."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+from fsspec.core import url_to_fs  # type: ignore[import-untyped]
+
+from hfgpt.data.kinds import BadFile
+from hfgpt.data.remote import BROKEN, read_with_retries
+from hfgpt.errors import RunError, UserError
+from hfgpt.retry import first_line
+
+T = TypeVar("T")
+
+READ_AHEAD_BYTES = 4 * 2**20
+
+
+@contextlib.contextmanager
+def open_file(file: str, uncompressed: bool = True) -> Iterator[Any]:
+    """Opens a local or remote file for reading, uncompressed by default. Each read of a remote one is one request."""
+    filesystem, path = url_to_fs(file)
+    compressed = uncompressed and file.lower().endswith(".gz")
+    # gzip reads a few kilobytes at a time.
+    cache = {"block_size": READ_AHEAD_BYTES, "cache_type": "readahead"} if compressed else {"cache_type": "none"}
+    with filesystem.open(path, "rb", **cache) as raw:
+        handle = _CompleteReads(raw) if "://" in file else raw
+        yield gzip.GzipFile(fileobj=handle) if compressed else handle
+
+
+class _CompleteReads:
+    """A remote file that raises OSError for a short answer, which the client would take for the end of the file."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    def read(self, size: int | None = -1) -> bytes:
+        left = self._file.size - self._file.tell()
+        data = self._file.read(-1 if size is None else size)
+        if len(data) < (left if size is None or size < 0 else min(size, left)):
+            raise OSError("fewer bytes came than were asked for")
+        return data
+
+
+def read_file(file: str, read: Callable[[], T], patience_seconds: float) -> T:
+    """Returns what `read` returns of `file`; a remote file is read with retries.
+
+    Raises BadFile if the file itself is at fault, UserError if it cannot be opened, RunError if the network is.
+    """
+    try:
+        return read_with_retries(read, file, patience_seconds) if "://" in file else read()
+    except (UserError, RunError):
+        raise
+    except UnicodeDecodeError as error:
+        raise BadFile(f"dataset: {file} is not UTF-8 text ({error}); convert it, for example with iconv") from error
+    except (OSError, *BROKEN) as error:
+        reason = first_line(error)
+        if "://" not in file and getattr(error, "errno", None) is not None:  # from the system, not from the content
+            raise UserError(f"dataset: {file} cannot be read ({reason}); fix that and start again") from error
+        if getattr(error, "response", None) is not None:
+            fix = "check that it exists and that your token may read it"
+            raise UserError(f"dataset: {file} is refused ({reason}); {fix}") from error
+        raise BadFile(f"dataset: {file} cannot be read ({reason}); fetch it again or remove it") from error

@@ -1,0 +1,46 @@
+"""Readers of file formats. To add one, write a module with the two functions of `Format` and enter it in `FORMATS`.
+
+A reader turns a file into units and a unit into rows. It knows nothing of documents that are held out, of shuffling,
+or of the order of a stream; those know units and rows alone, whatever their format.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any, Protocol
+
+from hfgpt.data import embedded
+from hfgpt.data.formats import jsonl, parquet, text
+from hfgpt.data.heads import FileHead, read_head
+from hfgpt.data.kinds import BadFile, file_kind
+from hfgpt.data.units import Unit
+
+
+class Format(Protocol):
+    """What `hfgpt.data` needs of a file format. Modules of this package have these functions."""
+
+    def find_units(self, file: str, head: FileHead, text_column: str) -> list[Unit]:
+        """The parts of the file that can be read alone, in order. Raises BadFile if the file cannot be used."""
+
+    def read_rows(self, unit: Unit, text_column: str) -> list[Any]:
+        """The texts of the rows of a unit, as str or as bytes in UTF-8; whatever else a row holds, or an `Unusable`
+        with the reason, where it has no text. Row n of a unit is always the same.
+        """
+
+
+# By `file_kind`.
+FORMATS: dict[str, Format] = {"parquet": parquet, "lines": jsonl, "text": text}
+
+
+def format_of(file: str) -> Format:
+    return embedded if file == embedded.NAME else FORMATS[file_kind(file) or ""]
+
+
+def inspect_file(file: str, text_column: str) -> tuple[list[Unit], int]:
+    """The units of a file, and its size in bytes. Raises BadFile for a file that is not what its name promises."""
+    if file.encode("utf-8", "replace").decode() != file or len(file.splitlines()) > 1:
+        raise BadFile(f"dataset: {file!a}: the name is not one line of UTF-8; rename it")  # it could not be recorded
+    if "://" not in file and os.path.islink(file) and not os.path.exists(file):
+        raise BadFile(f"dataset: {file} is a link to a missing file; fetch that file, or remove the link")
+    head = read_head(file)
+    return format_of(file).find_units(file, head, text_column), head.size_bytes

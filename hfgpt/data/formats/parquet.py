@@ -1,0 +1,80 @@
+"""Parquet: a unit is a row group."""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from hfgpt.data.file_access import open_file
+from hfgpt.data.heads import FileHead, no_column
+from hfgpt.data.kinds import BadFile
+from hfgpt.data.units import Unit
+
+# Footers are kept up to this size in all, as stored; each is fetched once as long as all fit.
+FOOTER_CACHE_BYTES = 128 * 2**20
+TEXT_TYPES = ("string", "large_string", "string_view", "binary", "large_binary", "binary_view")
+
+
+def find_units(file: str, head: FileHead, text_column: str) -> list[Unit]:
+    metadata = _read_footer(file)
+    schema = metadata.schema.to_arrow_schema()
+    if schema.names.count(text_column) != 1:
+        raise no_column(file, text_column, schema.names)
+    kind = schema.field(text_column).type
+    if str(kind.value_type if pa.types.is_dictionary(kind) else kind) not in TEXT_TYPES:
+        raise BadFile(f"text_column={text_column}: holds {kind}, not text, in {file}; name a text column")
+    leaf = metadata.schema.names.index(text_column) if text_column in metadata.schema.names else 0
+    groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
+    return [
+        Unit(file, number, rows=group.num_rows, size_bytes=group.column(leaf).total_uncompressed_size)
+        for number, group in enumerate(groups)
+        if group.num_rows
+    ]
+
+
+def read_rows(unit: Unit, text_column: str) -> list[Any]:
+    with open_file(unit.file) as handle:
+        reader = pq.ParquetFile(handle, metadata=_read_footer(unit.file))
+        table = reader.read_row_group(unit.start, columns=[text_column], use_threads=False)
+    return table[0].cast(pa.large_binary()).to_pylist()  # arrow does not check that a string column is UTF-8
+
+
+class _FooterCache:
+    """The footers used last, up to `FOOTER_CACHE_BYTES` in all. May be used by any number of threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._footers: dict[Any, Any] = {}  # the one used last is at the end
+        self._bytes = 0
+
+    def get(self, key: Any) -> Any:
+        with self._lock:
+            if (footer := self._footers.pop(key, None)) is not None:
+                self._footers[key] = footer
+            return footer
+
+    def put(self, key: Any, footer: Any) -> None:
+        with self._lock:
+            if self._footers.setdefault(key, footer) is footer:
+                self._bytes += footer.serialized_size
+            while self._bytes > FOOTER_CACHE_BYTES and len(self._footers) > 1:
+                self._bytes -= self._footers.pop(next(iter(self._footers))).serialized_size
+
+
+_footers = _FooterCache()
+
+
+def _read_footer(file: str) -> Any:
+    """The metadata of a file, fetched once."""
+    # A local file may be written over. A file on the Hub has its commit in its name.
+    status = None if "://" in file else os.stat(file)
+    key = (file, status and (status.st_size, status.st_mtime_ns))
+    if (footer := _footers.get(key)) is None:
+        with open_file(file) as handle:
+            footer = pq.read_metadata(handle)
+        _footers.put(key, footer)
+    return footer

@@ -1,0 +1,49 @@
+"""Plain text: a small file is one document, a larger one is split into documents at line ends."""
+
+from __future__ import annotations
+
+import re
+
+from hfgpt.data.file_access import open_file
+from hfgpt.data.formats.spans import read_lines, read_text, split_into_spans
+from hfgpt.data.heads import FileHead
+from hfgpt.data.kinds import BadFile
+from hfgpt.data.units import IN_MEMORY_BYTES, Unit
+
+DOCUMENT_CHARACTERS = 64 * 2**10
+# For a stream, text files are split into about this many documents, none smaller than so many characters.
+STREAM_DOCUMENTS, SMALLEST_PIECE = 1024, 2**10
+
+
+def find_units(file: str, head: FileHead, text_column: str) -> list[Unit]:
+    if not file.lower().endswith(".gz"):
+        with open_file(file) as handle:
+            handle.seek(max(0, head.size_bytes - 64))
+            if b"\0" in handle.read(64):
+                raise BadFile(f"dataset: {file} ends in zero bytes, as broken files do; fetch it again or cut them off")
+    if head.size_bytes <= IN_MEMORY_BYTES:
+        return [Unit(file, rows=1, piece_characters=None, size_bytes=head.text_bytes)]
+    return split_into_spans(file, head.text_bytes)
+
+
+def read_rows(unit: Unit, text_column: str) -> list[str]:
+    size = unit.piece_characters
+    data = read_text(unit, size) if size else read_lines(unit)
+    text = data.decode().replace("\r\n", "\n")
+    if size is None:
+        return [text]
+    # After so many characters a document ends with its line; given a size, after twice as many in any case.
+    rest_of_line = rf"[^\n]{{0,{size}}}" if size else r"[^\n]*"
+    return re.findall(rf"(?s:.{{1,{size or DOCUMENT_CHARACTERS}}}){rest_of_line}\n?", text)
+
+
+def choose_piece_characters(units: list[Unit]) -> int | None:
+    """The size of documents that gives a stream enough of them; None if the text files are small enough as they are."""
+    size = min(max(sum(unit.size_bytes for unit in units) // STREAM_DOCUMENTS, SMALLEST_PIECE), DOCUMENT_CHARACTERS)
+    return size if any(unit.size_bytes > size for unit in units) else None
+
+
+def split_into_pieces(unit: Unit, piece_characters: int) -> list[Unit]:
+    """The same text in units whose documents have about `piece_characters`."""
+    units = split_into_spans(unit.file, unit.size_bytes) if unit.piece_characters is None else [unit]
+    return [one._replace(piece_characters=piece_characters) for one in units]

@@ -1,0 +1,98 @@
+"""What a file is by its first bytes, compared with what its name promises."""
+
+from __future__ import annotations
+
+import codecs
+import os
+import zlib
+from pathlib import Path
+from typing import NamedTuple
+
+from hfgpt.data.file_access import open_file
+from hfgpt.data.kinds import OTHER_KINDS, SAVE_AS_TEXT, BadFile, file_kind
+from hfgpt.data.units import IN_MEMORY_BYTES
+
+HEAD_BYTES = 2**16
+LARGEST_ERROR_PAGE_BYTES = 2**20
+GZIP = b"\x1f\x8b"
+# How files begin that are not read, or are read under another name: what they are, and the fix.
+_BEGINNINGS = {
+    b"version https://git-lfs": ("a Git LFS pointer, not the data", "fetch the file itself with git lfs pull"),
+    b"/annex/objects/": ("a git-annex pointer, not the data", "fetch the file itself with git annex get"),
+    b"PAR1": ("parquet", "rename it to .parquet"),
+    b"PARE": ("encrypted parquet", "decrypt it"),
+    GZIP: ("compressed with gzip", "add .gz to its name"),
+    b"PK\x03\x04": ("a zip archive or an office document", "unpack it, or save its text as .txt or .jsonl"),
+    b"%PDF": ("a PDF document", SAVE_AS_TEXT),
+    b"{\\rtf": ("an RTF document", SAVE_AS_TEXT),
+    b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1": ("an office document", SAVE_AS_TEXT),
+    b"\x28\xb5\x2f\xfd": OTHER_KINDS[".zst"],
+    b"\xfd7zXZ\0": OTHER_KINDS[".xz"],
+    b"BZh9": OTHER_KINDS[".bz2"],
+    b"ARROW1": ("Arrow", "convert it to parquet"),
+    b"\xff\xff\xff\xff": ("Arrow", "convert it to parquet, for example with datasets.Dataset.from_file"),
+    b"SQLite format 3\0": ("an SQLite database", "export its text to parquet or .jsonl"),
+    b"\x93NUMPY": OTHER_KINDS[".npy"],
+}
+
+
+class FileHead(NamedTuple):
+    """The first bytes of a file's content, uncompressed: all of it if `is_whole`. Its size as stored, and uncompressed
+    (of a large gzip file modulo 2^32).
+    """
+
+    data: bytes
+    is_whole: bool
+    size_bytes: int
+    text_bytes: int
+
+
+def read_head(file: str) -> FileHead:
+    """Reads and checks the head of a file. Raises BadFile for a file that is not what its name promises."""
+    with open_file(file, uncompressed=False) as handle:
+        raw = handle.read(64 if file_kind(file) == "parquet" else HEAD_BYTES)
+        size = text_bytes = handle.seek(0, os.SEEK_END)
+        data = check_head(file, raw, size)
+        if file.lower().endswith(".gz"):
+            handle.seek(max(0, size - 4))
+            text_bytes = int.from_bytes(handle.read(4), "little")  # modulo 2^32, and of the last member alone
+    if text_bytes != size and size <= IN_MEMORY_BYTES:
+        with open_file(file) as handle:
+            text_bytes = handle.seek(0, os.SEEK_END)
+    return FileHead(data, len(raw) == size == len(data), size, text_bytes)
+
+
+def check_head(file: str, raw: bytes, size_bytes: int) -> bytes:
+    """Uncompresses the first bytes `raw` of a file. Raises BadFile if they are not what its name says."""
+    kind, head = file_kind(file), raw
+    if file.lower().endswith(".gz") and raw:
+        if not raw.startswith(GZIP):
+            _refuse_beginnings(file, raw)
+            raise BadFile(f"dataset: {file} cannot be read as gzip, which it is not; take .gz out of its name")
+        head = zlib.decompressobj(31).decompress(raw)
+    if not (kind == "parquet" and head.startswith(b"PAR1")):
+        _refuse_beginnings(file, head)
+    if kind != "parquet" and b"\0" in head[:64]:
+        fix = f"convert it, for example: iconv -f UTF-16 -t UTF-8 {Path(file).name} > utf8-{Path(file).name}"
+        raise BadFile(f"dataset: {file} holds zero bytes, as UTF-16 and binary files do, not UTF-8 text; {fix}")
+    start = head[:1024].removeprefix(codecs.BOM_UTF8).lstrip().lower()
+    is_page = start.startswith((b"<!doctype html", b"<html")) or (start.startswith(b"<?xml") and b"<error>" in start)
+    if is_page and size_bytes <= LARGEST_ERROR_PAGE_BYTES if kind == "text" else start.startswith(b"<"):
+        hint = " (markup to train on goes into .jsonl)" if kind == "text" else ""
+        raise BadFile(f"dataset: {file} is a web page, not the data; fetch the file itself{hint}")
+    if kind == "parquet" and start[:1] in (b"{", b"["):
+        raise BadFile(f"dataset: {file} is JSON, not parquet; rename it to .jsonl if it holds one object a line")
+    if kind == "text":
+        codecs.getincrementaldecoder("utf-8")().decode(head)
+    return head
+
+
+def _refuse_beginnings(file: str, head: bytes) -> None:
+    for beginning, (kind, fix) in _BEGINNINGS.items():
+        if head.startswith(beginning):
+            raise BadFile(f"dataset: {file} is {kind}; {fix}")
+
+
+def no_column(file: str, text_column: str, columns: list[str]) -> BadFile:
+    found = "more than once" if text_column in columns else "not"
+    return BadFile(f"text_column={text_column}: {found} in {file}; its columns are {', '.join(columns)}")

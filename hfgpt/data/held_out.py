@@ -1,0 +1,196 @@
+"""Which part of a text is held out for evaluation: another data set, or the last tenth of the characters."""
+
+from __future__ import annotations
+
+import functools
+import glob
+import os
+import re
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from hfgpt.config import PretrainConfig
+from hfgpt.data import embedded
+from hfgpt.data.kinds import file_kind
+from hfgpt.data.local_files import local_files, no_such_file
+from hfgpt.data.sources import Source, open_source, read_documents, text_hash
+from hfgpt.data.units import IN_MEMORY_BYTES, Unit, Unusable
+from hfgpt.errors import UserError
+
+# Of a large text that is streamed, at most so many characters are held out.
+MAX_HELD_OUT_CHARACTERS = 8 * 2**20
+# Runs of an earlier version held out whole documents: the last ones that have a tenth of the characters.
+WHOLE_DOCUMENTS = "last tenth"
+
+Rows = list[str | Unusable]
+
+
+@dataclass
+class HeldOut:
+    """Validation documents, and the units or documents (of a text in memory) that are left to train on.
+
+    `rule` is recorded, so that a resumed run holds out the same text. `origin` is for the plan. `split_document` is
+    the whole document that the border of the held-out part runs through. `skipped`: rows skipped on the way.
+    """
+
+    validation: list[str]
+    rule: str
+    origin: str
+    units: list[Unit]
+    documents: list[str]
+    split_document: str | None = None
+    skipped: Counter[str] = field(default_factory=Counter)
+
+    @functools.cached_property
+    def hashes(self) -> frozenset[int]:
+        return frozenset(map(text_hash, self.validation))
+
+    @property
+    def exclude(self) -> frozenset[int]:
+        """Hashes of documents that training must not see. A copy of the split document holds held-out text, too."""
+        return self.hashes | ({text_hash(self.split_document)} if self.split_document else set())
+
+
+def hold_out(config: PretrainConfig, source: Source, documents: list[str] | None, saved_rule: str | None) -> HeldOut:
+    """Holds out validation text.
+
+    `documents`: all of the text if it is in memory, None for a stream. `saved_rule`: that of a run to resume.
+    """
+    if config.eval_dataset is not None:
+        # A document has at least one token, so these are enough documents.
+        enough = None if config.eval_tokens is None else config.eval_tokens + 1
+        eval_source, skipped = _open_eval_source(config.eval_dataset, source, config), Counter[str]()
+        validation = list(islice(read_documents(eval_source, eval_source.units, skipped), enough))
+        rule = f"eval_dataset {eval_source.fingerprint.get('hash', config.eval_dataset)}"
+        held_out = HeldOut(validation, rule, eval_source.description, source.units, documents or [])
+        held_out.skipped = skipped
+        return held_out
+    if documents is not None:
+        return _hold_out_in_memory(source, documents, saved_rule)
+    return _hold_out_of_stream(source)
+
+
+def source_options(config: PretrainConfig) -> dict[str, Any]:
+    return {
+        "text_column": config.text_column,
+        "patience_seconds": config.stream_timeout,
+        "skip_bad_files": config.on_bad_files == "skip",
+    }
+
+
+def _open_eval_source(eval_dataset: str, source: Source, config: PretrainConfig) -> Source:
+    """Local files or the embedded text, or another split of the Hub dataset that is trained on."""
+    options = source_options(config)
+    is_path = os.path.exists(os.path.expanduser(eval_dataset)) or glob.has_magic(eval_dataset)
+    try:
+        if not (source.is_local or is_path or eval_dataset == embedded.NAME):
+            revision = source.fingerprint["commit"]
+            return open_source(config.dataset, config.dataset_name, eval_dataset, revision, **options)
+        files = ([], []) if eval_dataset == embedded.NAME else local_files(eval_dataset)
+        if files is None and "/" not in eval_dataset:
+            raise no_such_file(eval_dataset)  # the name of a split, which local text does not have
+        if files and not any(file_kind(file) in ("lines", "parquet") for file in files[0]):
+            options["text_column"] = "text"  # the setting is for the training text
+        return open_source(eval_dataset, **options)
+    except UserError as error:
+        raise UserError(re.sub("^dataset(_split)?", "eval_dataset", str(error))) from error
+
+
+def _hold_out_in_memory(source: Source, documents: list[str], saved_rule: str | None) -> HeldOut:
+    split_document = None
+    if saved_rule == WHOLE_DOCUMENTS and len(documents) > 1:
+        rule = WHOLE_DOCUMENTS
+        characters = np.cumsum([len(text) for text in reversed(documents)])
+        first = max(1, len(documents) - 1 - int(np.searchsorted(10 * characters, characters[-1])))
+        training, validation = documents[:first], documents[first:]
+    else:
+        rule = saved_rule if saved_rule == WHOLE_DOCUMENTS else "last tenth of the characters"
+        ends = np.cumsum([len(text) for text in documents])
+        border = int(0.9 * int(ends[-1]))
+        first = int(np.searchsorted(ends, border, "right"))
+        split_document = documents[first]
+        character = border - int(ends[first - 1] if first else 0)
+        head = [split_document[:character]] if character else []
+        training, validation = documents[:first] + head, [split_document[character:], *documents[first + 1 :]]
+    share = _percent(sum(map(len, validation)), sum(map(len, documents)))
+    origin = f"held out: the last tenth of the text ({share} of the characters)"
+    return HeldOut(validation, rule, origin, source.units, training, split_document)
+
+
+class _Border(NamedTuple):
+    """Where the held-out end of a stream begins; `share` of the text, in words."""
+
+    unit: int
+    row: int
+    character: int = 0
+    share: str = ""
+
+    def rule(self) -> str:
+        character = f", character {self.character}" if self.character else ""
+        return f"held out: unit {self.unit} from row {self.row}{character} on"
+
+
+def _hold_out_of_stream(source: Source) -> HeldOut:
+    read = functools.cache(source.read)
+    border = _find_border(source, read)
+    # The unit of the border is split between training and validation.
+    rows = border.row + bool(border.character)
+    head = source.units[border.unit]._replace(rows=rows, characters=border.character or None)
+    units = source.units[: border.unit] + ([head] if rows else [])
+    held_out = HeldOut([], border.rule(), border.rule() + border.share, units, [])
+    for number, unit in enumerate(source.units[border.unit :]):
+        for row in read(unit)[0 if number else border.row :]:
+            if isinstance(row, Unusable):
+                held_out.skipped[row.reason] += 1
+            else:
+                held_out.validation.append(row)
+    if border.character and held_out.validation:
+        held_out.split_document = held_out.validation[0]
+        held_out.validation[0] = held_out.split_document[border.character :]
+    return held_out
+
+
+def _find_border(source: Source, read: Callable[[Unit], Rows]) -> _Border:
+    """Finds where the last tenth of the characters begins.
+
+    Of a remote source, or one above 16 MiB, only the end is read, which also shows how many characters its bytes are.
+    """
+    lengths: dict[int, list[int]] = {}  # characters of the rows of the units that were read
+    is_small = source.is_local and source.size_bytes <= IN_MEMORY_BYTES
+    total_bytes = sum(unit.size_bytes for unit in source.units)
+    read_bytes, characters, wanted, total = 0, 0, 0, 0
+    skipped = Counter[str]()
+    for i in reversed(range(len(source.units))):
+        rows = read(source.units[i])
+        lengths[i] = [len(row) if isinstance(row, str) else 0 for row in rows]
+        skipped.update(row.reason for row in rows if isinstance(row, Unusable))
+        read_bytes += source.units[i].size_bytes
+        characters += sum(lengths[i])
+        total = characters if i == 0 else characters * total_bytes // max(read_bytes, 1)
+        wanted = total - int(0.9 * total)
+        if not is_small:
+            wanted = min(wanted, MAX_HELD_OUT_CHARACTERS)
+            if 0 < wanted <= characters:
+                break
+    if not characters:
+        raise no_documents(f"dataset={source.description}", skipped)
+    share = f" ({'about ' * (len(lengths) < len(source.units))}{_percent(wanted, total)} of the characters)"
+    for i, of_unit in lengths.items():
+        for row in reversed(range(len(of_unit))):
+            if of_unit[row] >= wanted:
+                return _Border(i, row, of_unit[row] - wanted, share)
+            wanted -= of_unit[row]
+    raise AssertionError("the text has fewer characters than were counted")
+
+
+def no_documents(text: str, skipped: Counter[str]) -> UserError:
+    return UserError(f"{text}: holds no usable document" + (f" (skipped: {dict(skipped)})" if skipped else ""))
+
+
+def _percent(part: int, whole: int) -> str:
+    return f"{100 * part / max(whole, 1):.3g} %"

@@ -1,0 +1,69 @@
+"""The stream of a text that is held in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
+
+from hfgpt.data.permutation import hash_of, permutation
+from hfgpt.data.stream import SHOWN_TOKENS, Decode, StepBatch
+from hfgpt.errors import UserError
+
+
+@dataclass(eq=False)
+class MemoryBlocks:
+    """Blocks of one run of `tokens`.
+
+    Each epoch shifts the borders of the blocks by a phase and permutes the blocks; both depend on seed and epoch.
+    Position: `{"epoch": int, "block": int}`, the next block in the epoch's order. Raises UserError for less than a
+    block.
+    """
+
+    tokens: np.ndarray
+    seed: int
+    sequence_length: int
+    blocks_per_step: int
+    fingerprint: dict[str, Any]
+    streams = 0
+
+    def __post_init__(self) -> None:
+        if len(self.tokens) <= self.sequence_length:
+            raise UserError(
+                f"dataset: {len(self.tokens):,} training tokens are fewer than one block, which takes "
+                f"sequence_length={self.sequence_length} plus one; use a shorter sequence_length or more text"
+            )
+        self.divisible, self.start = self.blocks_per_step, self.start_of_epoch(0)
+        self._phases = min(self.sequence_length, len(self.tokens) - self.sequence_length)
+        self.blocks_per_epoch = (len(self.tokens) - self._phases) // self.sequence_length
+
+    def start_of_epoch(self, epoch: int) -> dict[str, Any]:
+        return {"epoch": epoch, "block": 0}
+
+    def steps(self, position: dict[str, Any], first: int, last: int) -> Iterator[StepBatch]:
+        epoch = int(position["epoch"])
+        order = self._shuffle_blocks(epoch)
+        left = order[int(position["block"]) :]
+        while True:
+            orders, count = [left], len(left)
+            while count < self.blocks_per_step:
+                epoch += 1
+                order = self._shuffle_blocks(epoch)
+                orders.append(order)
+                count += len(order)
+            left = np.concatenate(orders)
+            blocks = sliding_window_view(self.tokens, self.sequence_length + 1)[left[first:last]]
+            left = left[self.blocks_per_step :]
+            yield StepBatch(blocks, {"epoch": epoch, "block": len(order) - len(left)})
+
+    def _shuffle_blocks(self, epoch: int) -> np.ndarray:
+        """The first tokens of the epoch's blocks, in its order."""
+        phase = hash_of(self.seed, epoch, 0) % self._phases
+        count = (len(self.tokens) - phase - 1) // self.sequence_length
+        return phase + self.sequence_length * permutation(count, self.seed, epoch, 1)
+
+    def locate_rows(self, decode: Decode, batch: StepBatch, rows: Sequence[int]) -> list[dict[str, Any]]:
+        return [{"row_of_step": row, "text": decode(batch.blocks[row, :SHOWN_TOKENS])} for row in rows]

@@ -1,0 +1,32 @@
+"""The parts of a text that are read on their own."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+# A text up to this size is held in memory, and a text file up to this size is one document.
+IN_MEMORY_BYTES = 16 * 2**20
+
+
+class Unit(NamedTuple):
+    """A part of a file that is read in one go, without reading what lies before it.
+
+    `start` and `stop` are the format's own: the number of a row group, or a range of bytes (-1: to the end).
+    `rows`: how many rows it has, where known; only so many are used. `characters`: how much of the last of these rows
+    is used (None: all). `piece_characters`: size of the documents that a txt file is split into: None for one
+    document, 0 for about 64 KiB, always at a line end. `size_bytes`: bytes of text, about.
+    """
+
+    file: str
+    start: int = 0
+    stop: int = -1
+    rows: int | None = None
+    characters: int | None = None
+    piece_characters: int | None = 0
+    size_bytes: int = 0
+
+
+class Unusable(NamedTuple):
+    """A row without a usable document; rows are counted by `reason`."""
+
+    reason: str

@@ -1,0 +1,138 @@
+"""Calls over the network that are tried again while the way there, or the server, fails."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from email.utils import parsedate_to_datetime
+from typing import TypeVar
+
+from hfgpt.errors import RunError, UserError
+
+T = TypeVar("T")
+
+LONGEST_PAUSE_SECONDS = 60.0
+LAST_TRY_SECONDS = 30.0
+
+
+def retry(
+    call: Callable[[], T],
+    failure: str,
+    patience_seconds: float,
+    on_retry: Callable[[Exception, int, float, float], None],
+    should_retry: Callable[[Exception], bool] | None = None,
+    max_tries: int | None = None,
+    try_seconds: float | None = None,
+    longest_pause_seconds: float = math.inf,
+) -> T:
+    """Calls `call` until it succeeds, with growing pauses between the tries, and for at most `patience_seconds` in all.
+
+    The Hub client repeats single requests by itself, a few times; this repeats a whole piece of work, for minutes. A
+    server that asks for a longer pause gets it, but one more try always fits in before the patience ends.
+
+    Args:
+        failure: what has failed, for the error: "a.parquet could not be read".
+        patience_seconds: 0 allows one try of any length.
+        on_retry: called before a pause with the error, failed tries, seconds since the start and seconds of the pause.
+        should_retry: `is_temporary` by default; other errors are raised at once.
+        try_seconds: limit for one try, instead of what is left of the patience.
+
+    Raises RunError when the patience or the tries are used up; its cause is the last error.
+    """
+    start, pause, tries, is_last = time.monotonic(), 1.0, 0, False
+    left = patience_seconds
+    while True:
+        try:
+            with deadline(try_seconds or left, shown_seconds=try_seconds or patience_seconds):
+                return call()
+        except (UserError, RunError):  # a final answer, though a fault of the network may have caused it
+            raise
+        except Exception as error:
+            if not (should_retry or is_temporary)(error):
+                raise
+            tries, waited = tries + 1, time.monotonic() - start
+            left = patience_seconds - waited
+            if left <= 0 or is_last or tries == max_tries:
+                raise RunError(f"{failure} for {waited:.0f} s ({first_line(error)})") from error
+            longest = left - min(left / 2, LAST_TRY_SECONDS)
+            wanted = min(max(pause, requested_pause(error)), longest_pause_seconds)
+            is_last, pause = wanted >= longest, min(wanted, longest)
+            on_retry(error, tries, waited, pause)
+            time.sleep(pause)
+            left = patience_seconds - (time.monotonic() - start)
+            pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+
+
+@contextlib.contextmanager
+def deadline(seconds: float, shown_seconds: float | None = None) -> Iterator[None]:
+    """Raises TimeoutError inside if it takes longer than `seconds`, even in a slow trickle of bytes that never
+    exceeds a client's own time-out. 0 means no limit, and a thread other than the main one has none.
+    """
+    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
+        yield
+        return
+
+    def wake(*_: object) -> None:
+        raise TimeoutError(f"it took more than {shown_seconds or seconds:g} s")
+
+    before, start = signal.signal(signal.SIGALRM, wake), time.monotonic()
+    limit = max(seconds, 0.001) if shown_seconds or seconds else 0
+    outer, _ = signal.setitimer(signal.ITIMER_REAL, limit)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+        if outer:  # the deadline around this one
+            signal.setitimer(signal.ITIMER_REAL, max(outer - (time.monotonic() - start), 0.001))
+
+
+def is_temporary(error: BaseException) -> bool:
+    """Whether an error, or one of its causes, is a fault of the network or of a busy server."""
+    for cause in causes(error):
+        status = getattr(getattr(cause, "response", None), "status_code", None)
+        if status is not None:
+            return status in (408, 425, 429) or status >= 500
+        # By name, as the Hub client has changed its HTTP package, whose errors are not OSErrors.
+        if isinstance(cause, ConnectionError | TimeoutError) or "TransportError" in _class_names(cause):
+            return True
+    return type(error) is OSError and error.errno is None  # a transfer that was too short
+
+
+def requested_pause(error: BaseException) -> float:
+    """Seconds that a server asks to be left alone, by its headers RateLimit or Retry-After (a number or a date)."""
+    from huggingface_hub.utils import parse_ratelimit_headers  # late: takes time to import
+
+    for cause in causes(error):
+        headers = getattr(getattr(cause, "response", None), "headers", {})
+        if (limit := parse_ratelimit_headers(headers)) and limit.remaining == 0:
+            return float(limit.reset_in_seconds)
+        with contextlib.suppress(KeyError, ValueError):
+            asked = headers["Retry-After"]
+            return float(asked) if asked.isdecimal() else parsedate_to_datetime(asked).timestamp() - time.time()
+    return 0.0
+
+
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """The error, what caused it, and so on."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def error_names(error: BaseException) -> set[str]:
+    """The names of the classes, base classes included, of an error and its causes."""
+    return {name for cause in causes(error) for name in _class_names(cause)}
+
+
+def _class_names(error: BaseException) -> set[str]:
+    return {base.__name__ for base in type(error).__mro__}
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, or its type where it has none."""
+    return (str(error).strip() or type(error).__name__).split("\n")[0]
