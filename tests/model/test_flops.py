@@ -123,7 +123,7 @@ def test_one_name_of_two_chips_goes_by_the_multiprocessors():
 
 def test_a_known_device_is_rated_and_any_other_measured(monkeypatch):
     cpu = torch.device("cpu")
-    device_peaks._measured.cache_clear()
+    device_peaks._measure_once.cache_clear()
     state = torch.get_rng_state()
     measured = device_peaks.device_peak(cpu, "no")
     assert device_peaks.device_peak(cpu, "no") is measured  # once is enough

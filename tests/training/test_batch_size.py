@@ -226,7 +226,7 @@ def test_auto_trains_the_stated_step(config):
 
 def test_auto_needs_the_step_stated(config):
     for wrong in ({"gradient_accumulation_steps": None}, {"tokens_per_step": 256}):
-        with pytest.raises(UserError, match="per_device_train_batch_size=auto: is found for a stated step"):
+        with pytest.raises(UserError, match="per_device_train_batch_size=auto: needs tokens_per_step"):
             config(per_device_train_batch_size="auto", **wrong)
     assert config(per_device_train_batch_size="auto", tokens_per_step=256, gradient_accumulation_steps=None)
 

@@ -169,7 +169,7 @@ def test_an_update_that_fails_half_way_is_not_saved(config, monkeypatch):
     monkeypatch.setattr(torch.optim.AdamW, "step", fails)
     with pytest.raises(RuntimeError) as raised:
         pretrainer.train()
-    assert "step 3 is not saved, as the next one had begun" in raised.value.end_of_run
+    assert "step 3 is not saved, because the next step had already begun" in raised.value.end_of_run
     assert [path.name for path in pretrainer.run.folder.checkpoints()] == ["checkpoint-2"]
     assert find_damage(pretrainer.run.folder.checkpoint(2)) is None
 
