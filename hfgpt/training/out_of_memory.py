@@ -40,7 +40,7 @@ class MemoryWatch:
                 raise MemoryRanOut from error
             if self.sharded or last:
                 raise
-            self.failed = True  # told before the last micro-batch; what comes until then is in vain
+            self.failed = True  # all processes hear of it before the last micro-batch
 
 
 @contextmanager
