@@ -103,7 +103,7 @@ def test_processes_leave_out_a_step_together_and_name_the_one_it_came_from(tmp_p
     environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
     done = completed(command, environment, timeout=100)
     assert done.returncode == 0, done.stderr
-    assert "step 3 is left out" in done.stderr and "on process 1" in done.stderr
+    assert "Skipped step 3" in done.stderr and "on process 1" in done.stderr
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     [record] = [line for line in lines if line.get("event") == "skip_step"]
     assert record["step"] == 3 and record["ranks"] == [1] and record["documents"]
