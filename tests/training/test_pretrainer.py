@@ -191,7 +191,7 @@ def test_epochs_give_the_length_of_a_run_in_memory(config):
 
 def test_losses_hold_no_graph(config):
     run = trained(config(logging_steps=100))
-    assert len(run.non_finite.values) and not run.non_finite.figures.requires_grad
+    assert len(run.non_finite.values) and not run.non_finite.values.requires_grad
     assert not any(tensor.requires_grad for tensor in first_step(prepared(config("other"))))
 
 
