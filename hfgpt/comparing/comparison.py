@@ -43,46 +43,34 @@ def compare(runs: Sequence[PastRun], all_pairs: bool = False) -> dict[str, Any]:
     }
 
 
-def summarize(run: PastRun, alike: Sequence[PastRun] = ()) -> dict[str, Any]:
+def summarize(run: PastRun, alike: Sequence[PastRun]) -> dict[str, Any]:
     """What is known of one run by itself; the training loss at the end is a mean (see `statistics.window_start`).
 
     alike: runs on the same tokens; where they end at one step, the mean is over steps that all of them recorded.
     """
-    step_seconds, accumulation = run.median("step_seconds"), run.plan.get("accumulation")
-    has_one_micro_batch = not any(event.get("event") == "oom_retry" for event in run.events)
-    newest = (run.training or run.evaluations or [{}])[-1]
-    return {
-        "name": run.name,
-        "path": run.path,
-        "kind": run.kind,
-        "state": run.state,
-        "device": run.device,
-        "parameters": run.model.get("parameters"),
-        "parameters_without_positions": run.model.get("parameters_without_positions"),
-        "vocab_size": run.model.get("vocab_size"),
-        "flops_per_token": run.flops_per_token,
-        "micro_batch": run.plan.get("micro_batch"),
-        "sequence_length": run.plan.get("sequence_length"),
-        "accumulation": accumulation,
-        "processes": run.plan.get("processes"),
-        "tokens_per_step": run.tokens_per_step,
-        "tokens_per_second": run.median("tokens_per_second"),
-        "step_seconds": step_seconds,
-        "micro_batch_seconds": (
-            step_seconds / accumulation if step_seconds and accumulation and has_one_micro_batch else None
-        ),
-        "mfu": run.median("mfu"),
-        "hfu": run.median("hfu"),
-        "peak_tflops": run.newest("peak_tflops"),
-        "peak_source": run.newest("peak_source"),
-        "memory_bytes": max((number(r.get("memory_bytes")) or 0 for r in run.training), default=0) or None,
-        "steps": max((r["step"] for r in (*run.training, *run.evaluations)), default=0),
+    summary: dict[str, Any] = {
+        key: getattr(run, key) for key in ("name", "path", "kind", "state", "device", "flops_per_token")
+    }
+    summary |= {key: run.model.get(key) for key in ("parameters", "parameters_without_positions", "vocab_size")}
+    sizes = ("micro_batch", "sequence_length", "accumulation", "processes", "tokens_per_step")
+    summary |= {key: run.plan.get(key) for key in sizes}
+    summary |= {key: run.median(key) for key in ("tokens_per_second", "step_seconds", "mfu", "hfu")}
+    summary |= {key: run.newest(key) for key in ("peak_tflops", "peak_source")}
+    events = Counter(str(event.get("event")) for event in run.events)
+    micro_batch_seconds = None
+    if summary["step_seconds"] and summary["accumulation"] and "oom_retry" not in events:  # else of two sizes
+        micro_batch_seconds = summary["step_seconds"] / summary["accumulation"]
+    last = (run.training or run.evaluations or [{}])[-1]
+    return summary | {
+        "micro_batch_seconds": micro_batch_seconds,
+        "memory_bytes": max((number(record.get("memory_bytes")) or 0 for record in run.training), default=0) or None,
+        "steps": max((record["step"] for record in (*run.training, *run.evaluations)), default=0),
         "planned_steps": run.plan.get("max_steps") or run.settings.get("max_steps"),
-        "tokens": number(newest.get("num_input_tokens_seen")),
+        "tokens": number(last.get("num_input_tokens_seen")),
         "flops": run.reach("flops"),
-        "wall_seconds": number(newest.get("wall_seconds")),
+        "wall_seconds": number(last.get("wall_seconds")),
+        "events": dict(events),
         **_losses_at_end(run, alike),
-        "events": dict(Counter(str(event.get("event")) for event in run.events)),
     }
 
 
@@ -121,10 +109,10 @@ def _not_finite(run: PastRun) -> list[str]:
     if steps:
         last = " and still is not at its last record" if run.training[-1]["step"] in steps else ""
         notes.append(
-            f"the loss is not finite in {len(steps)} records from step {min(steps)} on{last}; these are left out"
+            f"the loss is not finite in {len(steps)} records from step {min(steps)} on{last}; these are skipped"
         )
-    if skipped := [e.get("step") for e in run.events if e.get("event") == "skip_step"]:
-        notes.append(f"{len(skipped)} steps were left out of training (not finite), the first is step {skipped[0]}")
+    if skipped := [event.get("step") for event in run.events if event.get("event") == "skip_step"]:
+        notes.append(f"training skipped what was not finite in steps: {len(skipped)}, the first is step {skipped[0]}")
     return notes
 
 
@@ -155,7 +143,7 @@ def mfu_against(runs: Sequence[PastRun]) -> list[dict[str, Any]]:
     ]
 
 
-def at_equal(runs: Sequence[PastRun], axis: str, alike: Sequence[PastRun] = ()) -> dict[str, Any] | None:
+def at_equal(runs: Sequence[PastRun], axis: str, alike: Sequence[PastRun]) -> dict[str, Any] | None:
     """The point of `axis` that all runs reach, and each run's losses there; None where one has no such axis.
 
     alike: runs on the same tokens, of which only steps that all of them recorded count, as in `compare_pair`.
@@ -164,13 +152,16 @@ def at_equal(runs: Sequence[PastRun], axis: str, alike: Sequence[PastRun] = ()) 
     if len(ends) < len(runs):
         return None
     end = min(ends)
-    curves = {id(run): run.curve("loss", axis) for run in runs}
-    if alike and all(same_step_is_same_place(alike[0], run, axis) for run in alike[1:]):
-        common = statistics.at_common_places([curves[id(run)] for run in alike])
-        curves |= zip(map(id, alike), common, strict=True)
-    start = statistics.window_start(list(curves.values()), end)
-    levels = statistics.levels_at([curves[id(run)] for run in runs], start, end)
-    losses: list[dict[str, Any]] = [{"loss": levels[index].value if levels else None} for index in range(len(runs))]
+    curves = [run.curve("loss", axis) for run in runs]
+    if all(same_step_is_same_place(alike[0], run, axis) for run in alike[1:]):
+        chosen = [index for index, run in enumerate(runs) if any(run is one for one in alike)]
+        for index, curve in zip(chosen, statistics.at_common_places([curves[i] for i in chosen]), strict=True):
+            curves[index] = curve
+    start = statistics.window_start(curves, end)
+    levels = statistics.levels_at(curves, start, end)
+    losses: list[dict[str, Any]] = (
+        [{"loss": level.value} for level in levels] if levels else [{"loss": None} for _ in runs]
+    )
     point: dict[str, Any] = {"at": end, "window_from": start}
     for key in ("eval_loss", "eval_bits_per_byte"):
         evaluations = [run.curve(key, axis) for run in runs]

@@ -107,7 +107,7 @@ def _read_lines(run: PastRun, lines: list[str], ends_whole: bool) -> None:
         is_training = "loss" in record
         printed = [len(digits) for digits in re.findall(r"\.(\d*)", matched)]
         if index == len(lines) - 1 and not ends_whole and decimals.get(is_training, printed) != printed:
-            run.notes.append("the last line, cut short, left out")
+            run.notes.append("the last line is cut short and was skipped")
             continue
         decimals[is_training] = printed
         run.kind = kind

@@ -15,11 +15,10 @@ from hfgpt.comparing.runs import PastRun, number
 from hfgpt.comparing.verdict import explain
 
 AXES = {"steps": "step", "tokens": "num_input_tokens_seen", "FLOPs": "flops", "wall time": "wall_seconds"}
-# How far two runs of the same computation differ by rounding in their first steps, as parts of loss and gradient norm,
-# and in how many steps. Seen on tiny models: 1e-7 and 1e-6 in float32, 3e-4 and 3e-3 in bfloat16.
-_ROUNDING_32_BITS, _ROUNDING_16_BITS = (1e-4, 1e-3), (2e-3, 2e-2)
-_FIRST_STEPS = (20, 5)
-# First losses lie near ln V. Further apart than this, in nats per token, and the vocabularies differ.
+# How far two runs of the same computation differ by rounding, as a part of the value: in 32 bits, in 16 bits, and in
+# how many first steps. Seen on tiny models: loss 1e-7 and gradient norm 1e-6 in float32, 3e-4 and 3e-3 in bfloat16.
+_ROUNDING = {"loss": (1e-4, 2e-3, 20), "grad_norm": (1e-3, 2e-2, 5)}
+# First losses are near ln V. Further apart than this, in nats per token, and the vocabularies differ.
 _FIRST_LOSS_GAP = 0.5
 
 
@@ -77,17 +76,16 @@ def same_result(a: PastRun, b: PastRun, last: int) -> dict[str, Any] | None:
     mean of no tenth, fifth or half of the common steps, nor of the last window, may differ by more than twice the
     paired band (see `statistics.paired_gap`).
     """
-    rounding = [_ROUNDING_32_BITS if run.precision in ("no", None) else _ROUNDING_16_BITS for run in (a, b)]
-    losses, norms = (_common_records(a, b, key, last) for key in ("loss", "grad_norm"))
+    in_32_bits = all(run.precision in ("no", None) for run in (a, b))
     early = []
-    for key, both, tolerance, until in zip(
-        ("loss", "grad_norm"), (losses, norms), map(max, *rounding), _FIRST_STEPS, strict=True
-    ):
-        differing = both[(both.index <= until) & (_relative(both) > tolerance)]
+    for key, (tolerance_32, tolerance_16, first_steps) in _ROUNDING.items():
+        both = _common_records(a, b, key, min(first_steps, last))
+        differing = both[_relative(both) > (tolerance_32 if in_32_bits else tolerance_16)]
         if len(differing):
             early.append(_different_from(differing, key))
     if early:
         return min(early, key=lambda difference: difference["from_step"])
+    losses = _common_records(a, b, "loss", last)
     if losses.empty:
         return None
     end = float(losses.index[-1])
@@ -168,14 +166,15 @@ def _first_loss(run: PastRun) -> float | None:
 def _reservations(a: PastRun, b: PastRun) -> dict[str, list[str]]:
     """Why training losses, and evaluation losses, of the two do not mean the same; these give no verdict."""
     training, evaluation = [], []
-    texts = [run.settings.get("text") for run in (a, b)]
-    if None not in texts and texts[0] != texts[1] and a.data.get("tokenizer") == b.data.get("tokenizer"):
+
+    def differ(one: Any, other: Any) -> bool:
+        return one is not None and other is not None and one != other
+
+    if a.data.get("tokenizer") == b.data.get("tokenizer") and differ(a.settings.get("text"), b.settings.get("text")):
         training.append("trained on different text")
-    dropouts = [[run.settings.get(f"model.{key}") for key in ("resid_pdrop", "embd_pdrop")] for run in (a, b)]
-    if None not in (*dropouts[0], *dropouts[1]) and dropouts[0] != dropouts[1]:
+    if any(differ(a.settings.get(key), b.settings.get(key)) for key in ("model.resid_pdrop", "model.embd_pdrop")):
         training.append("different dropout, which raises the loss in training alone")
-    held_out = [run.data.get("held_out.hash") for run in (a, b)]
-    if None not in held_out and held_out[0] != held_out[1]:
+    if differ(a.data.get("held_out.hash"), b.data.get("held_out.hash")):
         evaluation.append("evaluated on different text")
     return {"training": training, "evaluation": evaluation}
 

@@ -123,8 +123,7 @@ def _style(axes: Any, title: str, key: str, axis: str) -> None:
     from matplotlib import ticker
 
     axes.set_title(title, loc="left", fontsize=10)
-    axes.set_xlabel(_LABELS[axis])
-    axes.set_ylabel(_LABELS[key])
+    axes.set(xlabel=_LABELS[axis], ylabel=_LABELS[key])
     if axis != "flops":
         axes.xaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: _short(value)))
     if key == "mfu":

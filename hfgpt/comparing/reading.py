@@ -95,7 +95,7 @@ def read_folder(path: Path) -> PastRun:
         elif "loss" in record:
             add_record(run.training, record)
     if broken:
-        run.notes.append(f"{broken} broken line{'s' if broken > 1 else ''} of metrics.jsonl left out")
+        run.notes.append(f"{broken} broken line{'s' if broken > 1 else ''} of metrics.jsonl skipped")
     for line in _read_lines(folder.ledger):
         if line is not None and isinstance(line.get("step"), int) and isinstance(line.get("batch_hash"), str):
             run.hashes[line["step"]] = line["batch_hash"]
@@ -148,13 +148,10 @@ def _resolve_settings(config: dict[str, Any], run: PastRun) -> dict[str, Any]:
     chosen = {
         "per_device_train_batch_size": plan["micro_batch"],
         "gradient_accumulation_steps": plan["accumulation"],
-        "processes": plan["processes"],
-        "tokens_per_step": plan["tokens_per_step"],
-        "max_steps": plan["max_steps"],
+        **{key: plan[key] for key in ("processes", "tokens_per_step", "max_steps")},
         "mixed_precision": _choice(plan, "precision", "name"),
         "torch_compile": _choice(plan, "torch_compile", "enabled"),
-        "device": run.facts.get("device"),
-        "git_revision": run.facts.get("git_revision"),
+        **{key: run.facts.get(key) for key in ("device", "git_revision")},
         "text": run.data.get("tokens_hash") or run.data.get("dataset.commit") or run.data.get("dataset.hash"),
         "held_out": run.data.get("held_out.hash"),
         "tokenizer_hash": run.data.get("tokenizer"),

@@ -580,7 +580,7 @@ def test_a_nanogpt_log(tmp_path):
         run.settings["learning_rate"] == 6e-4 and run.settings["torch_compile"] is False and "odd" not in run.settings
     )
     assert run.settings["per_device_train_batch_size"] == 12
-    assert "the last line, cut short, left out" in run.notes
+    assert "the last line is cut short and was skipped" in run.notes
 
 
 SHAKESPEARE = """\
