@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -25,13 +25,14 @@ _FIRST_LOSS_GAP = 0.5
 def compare_pair(a: PastRun, b: PastRun) -> dict[str, Any]:
     """Run `b` against run `a`, as one JSON object."""
     same = same_tokens(a, b)
+    last = same["step"] if same["equal"] or same["step"] is None else same["step"] - 1  # step with the same tokens
     comparable, why_not = loss_per_token_is_comparable(a, b)
-    gaps = {name: _gaps(a, b, axis, same.equal is True) for name, axis in AXES.items()}
+    gaps = {name: _gaps(a, b, axis, same["equal"] is True) for name, axis in AXES.items()}
     pair: dict[str, Any] = {
         "a": a.name,
         "b": b.name,
-        "same_tokens": same._asdict(),
-        "same_result": same_result(a, b, same.step if same.equal else same.step - 1) if same.step is not None else None,
+        "same_tokens": same,
+        "same_result": None if last is None else same_result(a, b, last),
         "loss_per_token_comparable": comparable,
         "why_not_comparable": why_not,
         "assumed": None if a.data and b.data else "text and tokenizer are the same, which is not known",
@@ -43,30 +44,24 @@ def compare_pair(a: PastRun, b: PastRun) -> dict[str, Any]:
     return pair | {"verdicts": explain(pair).lines}
 
 
-class SameTokens(NamedTuple):
-    """`equal`: True up to `step`, False from `step` on, None where it is not known; `text` says why."""
+def same_tokens(a: PastRun, b: PastRun) -> dict[str, Any]:
+    """Whether both saw the same tokens in the same steps, by the batch hashes of their ledgers.
 
-    equal: bool | None
-    step: int | None
-    text: str
-
-
-def same_tokens(a: PastRun, b: PastRun) -> SameTokens:
-    """Whether both saw the same tokens in the same steps, by the batch hashes of their ledgers."""
+    `equal`: True up to `step`, False from `step` on, None where it is not known; `text` says why.
+    """
     if a.tokens_per_step and b.tokens_per_step and a.tokens_per_step != b.tokens_per_step:
         why = f"steps of {a.tokens_per_step:,} and {b.tokens_per_step:,} tokens have no hash in common"
-        return SameTokens(None, None, f"not known: {why}")
-    for run in (a, b):
-        if not run.hashes:
-            return SameTokens(None, None, f"not known: {run.name} has no ledger")
-    common = sorted(a.hashes.keys() & b.hashes.keys())
-    if not common:
-        return SameTokens(None, None, "not known: the ledgers have no step in common")
-    for step in common:
-        if a.hashes[step] != b.hashes[step]:
-            return SameTokens(False, step, f"differ from step {step} on")
-    gaps = f", of which both ledgers have {len(common)}" if len(common) < common[-1] else ""
-    return SameTokens(True, common[-1], f"equal up to step {common[-1]}{gaps}, the last that both have")
+    elif missing := [run.name for run in (a, b) if not run.hashes]:
+        why = f"{missing[0]} has no ledger"
+    elif common := sorted(a.hashes.keys() & b.hashes.keys()):
+        if different := [step for step in common if a.hashes[step] != b.hashes[step]]:
+            return {"equal": False, "step": different[0], "text": f"differ from step {different[0]} on"}
+        last = common[-1]
+        gaps = f", of which both ledgers have {len(common)}" if len(common) < last else ""
+        return {"equal": True, "step": last, "text": f"equal up to step {last}{gaps}, the last that both have"}
+    else:
+        why = "the ledgers have no step in common"
+    return {"equal": None, "step": None, "text": f"not known: {why}"}
 
 
 def same_result(a: PastRun, b: PastRun, last: int) -> dict[str, Any] | None:
@@ -76,7 +71,7 @@ def same_result(a: PastRun, b: PastRun, last: int) -> dict[str, Any] | None:
     mean of no tenth, fifth or half of the common steps, nor of the last window, may differ by more than twice the
     paired band (see `statistics.paired_gap`).
     """
-    in_32_bits = all(run.precision in ("no", None) for run in (a, b))
+    in_32_bits = all(run.settings.get("mixed_precision") in ("no", None) for run in (a, b))
     early = []
     for key, (tolerance_32, tolerance_16, first_steps) in _ROUNDING.items():
         both = _common_records(a, b, key, min(first_steps, last))

@@ -13,7 +13,7 @@ from hfgpt.comparing.verdict import Verdict, explain
 from hfgpt.field_types import duration
 
 UNKNOWN = "-"
-_MOST_EVENTS, _MOST_EVALUATIONS = 5, 20  # of a kind; of a single run
+_MOST_EVENTS, _MOST_EVALUATIONS = 20, 20  # of a run
 NOISE = (
     "Noise: half the width of a 95 % band. For training losses it follows from the scatter of step losses around their "
     "trend in the window that ends at the equal point (its last tenth, or more where records are few); for runs that "
@@ -192,16 +192,9 @@ def _evaluation(record: dict[str, Any]) -> str:
 
 
 def _event_lines(run: PastRun) -> list[str]:
-    kinds: dict[str, list[dict[str, Any]]] = {}
-    for event in run.events:
-        kinds.setdefault(str(event.get("event")), []).append(event)
-    lines = []
-    for kind, events in kinds.items():
-        if kind not in ("start", "save", "end"):
-            lines += [f"{run.name}: {_event(event)}" for event in events[:_MOST_EVENTS]]
-            if (more := len(events) - _MOST_EVENTS) > 0:
-                lines.append(f"{run.name}: {kind} {more} more times, up to step {events[-1]['step']}")
-    return lines
+    lines = [f"{run.name}: {_event(event)}" for event in run.events if event["event"] not in ("start", "save", "end")]
+    more = len(lines) - _MOST_EVENTS
+    return lines[:_MOST_EVENTS] + ([f"{run.name}: {more} more events"] if more > 0 else [])
 
 
 def _event(event: dict[str, Any]) -> str:

@@ -64,10 +64,6 @@ class PastRun:
         return self.facts.get("device") or self.settings.get("device")
 
     @property
-    def precision(self) -> str | None:
-        return self.settings.get("mixed_precision")
-
-    @property
     def state(self) -> str:
         """In plain words: finished, in progress, or how it ended."""
         if self.kind != "run folder":
