@@ -253,7 +253,10 @@ COMMANDS: dict[str, tuple[list, Parts, Parts]] = {  # arguments, options that ar
          "--price_per_hour": NUMBER, "--watts": NUMBER, "--json": FLAG, "--output": NEW},
     ),
     "audit": ([RUN], {}, {"--json": FLAG}),
-    "compare": ([RUN, (st.just("{other}"), PLACE)], {}, {"--output": NEW, "--tokens_per_step": NUMBER, "--json": FLAG}),
+    "compare": (
+        [RUN, (st.just("{other}"), PLACE)], {},
+        {"--output": NEW, "--tokens_per_step": NUMBER, "--json": FLAG, "--verbose": FLAG},
+    ),
     "verify": ([MODEL_FOLDER], {}, {"--json": FLAG}),
     "push": (
         [MODEL_FOLDER, (st.just("me/tiny"), ODD)], {},

@@ -28,18 +28,22 @@ def compare(
             help="Of logs that do not say: one for all, or repeated, one for each log.",
         ),
     ] = None,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="Print all rows and notes, and compare each run with each other.")
+    ] = False,
     is_json: AsJson = False,
 ) -> None:
-    """Report on one run, or put several side by side: settings, speed, loss at equal steps, tokens, FLOPs and time.
+    """Report on one run, or compare several with the first: settings, speed, loss at equal steps, tokens and time.
 
     Example: hfgpt compare out/a out/b --output report.md
     """
-    from hfgpt.comparing import compare as compared
-    from hfgpt.comparing import read_runs, report
+    from hfgpt.comparing import compare as compare_runs
+    from hfgpt.comparing import read_runs, render, report
 
     read = read_runs(runs, tokens_per_step or ())
-    found = compared(read)
-    written = report.write_report(output, read, found) if output else []
-    print(as_json(found) if is_json else report.as_text(read, found))
+    compared = compare_runs(read, all_pairs=verbose)
+    found = report.build_report(read, compared, with_plots=output is not None)
+    written = render.write_report(output, found) if output else []
+    print(as_json(compared) if is_json else render.as_text(found, verbose))
     if written:
         print(f"written: {', '.join(map(str, written))}", file=sys.stderr)

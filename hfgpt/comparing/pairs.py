@@ -1,104 +1,111 @@
-"""One run against another: same tokens or not, same result or not, gaps at equal points, speed."""
+"""Compares two runs: same tokens or not, same result or not, gaps at equal points, speed."""
 
 from __future__ import annotations
 
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
+import pandas as pd
 
-from hfgpt.comparing import noise
-from hfgpt.comparing.noise import Gap
-from hfgpt.comparing.run_history import PastRun, number
-from hfgpt.comparing.verdict import verdicts
+from hfgpt.comparing import statistics
+from hfgpt.comparing.runs import PastRun, number
+from hfgpt.comparing.verdict import explain
 
 AXES = {"steps": "step", "tokens": "num_input_tokens_seen", "FLOPs": "flops", "wall time": "wall_seconds"}
-# Up to what part two runs of the same computation differ by rounding in their first steps: loss, gradient norm. Seen
-# on tiny models: 1e-7 and 1e-6 in float32, 3e-4 and 3e-3 in bfloat16.
-_ROUNDING = {"no": (1e-4, 1e-3), None: (1e-4, 1e-3)}
-_ROUNDING_16_BITS = (2e-3, 2e-2)
-_FIRST_STEPS = (20, 5)
-# First losses lie near ln V. Further apart than this, nats per token, and the vocabularies differ.
+# How far two runs of the same computation differ by rounding, as a part of the value: in 32 bits, in 16 bits, and in
+# how many first steps. Seen on tiny models: loss 1e-7 and gradient norm 1e-6 in float32, 3e-4 and 3e-3 in bfloat16.
+_ROUNDING = {"loss": (1e-4, 2e-3, 20), "grad_norm": (1e-3, 2e-2, 5)}
+# First losses are near ln V. Further apart than this, in nats per token, and the vocabularies differ.
 _FIRST_LOSS_GAP = 0.5
 
 
-class SameTokens(NamedTuple):
-    """`equal`: True up to `step`, False from `step` on, None where it is not known, and why."""
-
-    equal: bool | None
-    step: int | None
-    text: str
-
-
-def same_tokens(a: PastRun, b: PastRun) -> SameTokens:
-    """Whether the two saw the same tokens in the same steps, by the batch hashes of their ledgers."""
-    if a.tokens_per_step and b.tokens_per_step and a.tokens_per_step != b.tokens_per_step:
-        why = f"steps of {a.tokens_per_step:,} and {b.tokens_per_step:,} tokens have no hash in common"
-        return SameTokens(None, None, f"not known: {why}")
-    for run in (a, b):
-        if not run.hashes:
-            return SameTokens(None, None, f"not known: {run.name} has no ledger")
-    common = sorted(a.hashes.keys() & b.hashes.keys())
-    if not common:
-        return SameTokens(None, None, "not known: the ledgers have no step in common")
-    for step in common:
-        if a.hashes[step] != b.hashes[step]:
-            return SameTokens(False, step, f"differ from step {step} on")
-    gaps = f", of which both ledgers have {len(common)}" if len(common) < common[-1] else ""
-    return SameTokens(True, common[-1], f"equal up to step {common[-1]}{gaps}, the last that both have")
-
-
-def pair(a: PastRun, b: PastRun) -> dict[str, Any]:
-    """Run `b` against run `a`, as one JSON object: see `compare.compare`."""
+def compare_pair(a: PastRun, b: PastRun) -> dict[str, Any]:
+    """Run `b` against run `a`, as one JSON object."""
     same = same_tokens(a, b)
-    per_token, why_not = loss_per_token_is_comparable(a, b)
-    on_training, on_evaluation = _reservations(a, b)
-    gaps: dict[str, Any] = {}
-    for name, axis in AXES.items():
-        ends = [run.reach(axis) for run in (a, b)]
-        if None in ends:
-            missing = [run.name for run, end in zip((a, b), ends, strict=True) if end is None]
-            gaps[name] = {"at": None, "missing": missing}
-            continue
-        end = min(end for end in ends if end is not None)
-        paired = same.equal is True and same_step_is_same_place(a, b, axis)
-        gaps[name] = _gaps(a, b, axis, end, paired) | {"at": end}
-    result = None
-    if same.step is not None:
-        result = same_result(a, b, same.step if same.equal else same.step - 1)
-    found: dict[str, Any] = {
+    last = same["step"] if same["equal"] or same["step"] is None else same["step"] - 1  # step with the same tokens
+    comparable, why_not = loss_per_token_is_comparable(a, b)
+    gaps = {name: _gaps(a, b, axis, same["equal"] is True) for name, axis in AXES.items()}
+    pair: dict[str, Any] = {
         "a": a.name,
         "b": b.name,
-        "same_tokens": same._asdict(),
-        "same_result": result,
-        "loss_per_token_comparable": per_token,
+        "same_tokens": same,
+        "same_result": None if last is None else same_result(a, b, last),
+        "loss_per_token_comparable": comparable,
         "why_not_comparable": why_not,
         "assumed": None if a.data and b.data else "text and tokenizer are the same, which is not known",
-        "reservations": {"training": on_training, "evaluation": on_evaluation},
+        "reservations": _reservations(a, b),
         "gaps": gaps,
         "speed": _speed(a, b),
+        "on_the_way": _on_the_way((a, b), gaps["steps"]["at"]),
     }
-    found["on_the_way"] = _on_the_way((a, b), gaps["steps"]["at"])
-    found["verdicts"] = verdicts(found)
-    for gap in gaps.values():
-        for key in ("loss", "eval_loss", "eval_bits_per_byte"):
-            if isinstance(gap.get(key), Gap):
-                gap[key] = _as_json(gap[key])
-    return found
+    return pair | {"verdicts": explain(pair).lines}
 
 
-def _on_the_way(runs: Sequence[PastRun], step: float | None) -> dict[str, float]:
-    """Runs for which `step` lies well before the end of their schedule, with the part of it that was done."""
-    lengths = {run.name: number(run.plan.get("max_steps")) or run.reach("step") for run in runs}
-    flat = {run.name for run in runs if str(run.settings.get("lr_scheduler_type", "")).startswith("constant")}
-    parts = {name: step / length for name, length in lengths.items() if step and length and name not in flat}
-    return {name: part for name, part in parts.items() if part < 0.9}
+def same_tokens(a: PastRun, b: PastRun) -> dict[str, Any]:
+    """Whether both saw the same tokens in the same steps, by the batch hashes of their ledgers.
+
+    `equal`: True up to `step`, False from `step` on, None where it is not known; `text` says why.
+    """
+    if a.tokens_per_step and b.tokens_per_step and a.tokens_per_step != b.tokens_per_step:
+        why = f"steps of {a.tokens_per_step:,} and {b.tokens_per_step:,} tokens have no hash in common"
+    elif missing := [run.name for run in (a, b) if not run.hashes]:
+        why = f"{missing[0]} has no ledger"
+    elif common := sorted(a.hashes.keys() & b.hashes.keys()):
+        if different := [step for step in common if a.hashes[step] != b.hashes[step]]:
+            return {"equal": False, "step": different[0], "text": f"differ from step {different[0]} on"}
+        last = common[-1]
+        gaps = f", of which both ledgers have {len(common)}" if len(common) < last else ""
+        return {"equal": True, "step": last, "text": f"equal up to step {last}{gaps}, the last that both have"}
+    else:
+        why = "the ledgers have no step in common"
+    return {"equal": None, "step": None, "text": f"not known: {why}"}
 
 
-def _as_json(gap: Gap) -> dict[str, Any]:
-    return {**gap._asdict(), "percent": gap.percent, "beyond_noise": gap.beyond_noise}
+def same_result(a: PastRun, b: PastRun, last: int) -> dict[str, Any] | None:
+    """Whether steps up to `last`, whose text was the same, gave the same; None without a common record.
+
+    In the first steps the two may differ by rounding alone, in loss and gradient norm. Later, rounding has grown: the
+    mean of no tenth, fifth or half of the common steps, nor of the last window, may differ by more than twice the
+    paired band (see `statistics.paired_gap`).
+    """
+    in_32_bits = all(run.settings.get("mixed_precision") in ("no", None) for run in (a, b))
+    early = []
+    for key, (tolerance_32, tolerance_16, first_steps) in _ROUNDING.items():
+        both = _common_records(a, b, key, min(first_steps, last))
+        differing = both[_relative(both) > (tolerance_32 if in_32_bits else tolerance_16)]
+        if len(differing):
+            early.append(_different_from(differing, key))
+    if early:
+        return min(early, key=lambda difference: difference["from_step"])
+    losses = _common_records(a, b, "loss", last)
+    if losses.empty:
+        return None
+    end = float(losses.index[-1])
+    spans = [span for parts in (10, 5, 2) for span in itertools.pairwise(np.linspace(0, end, parts + 1).tolist())]
+    for start, stop in [*spans, (statistics.window_start([losses["a"]], end), end)]:
+        gap = statistics.paired_gap(losses["a"], losses["b"], start, stop)
+        if gap and gap["band"] is not None and abs(gap["second"] - gap["first"]) > 2 * gap["band"]:
+            # The difference began where the first record differs by half of what those in this span do.
+            typical = np.median(_relative(statistics.within(losses, start, stop)))
+            return _different_from(losses[_relative(losses) >= 0.5 * typical], "loss")
+    return {"same": True, "steps": len(losses), "largest_part": float(_relative(losses).max())}
+
+
+def _common_records(a: PastRun, b: PastRun, key: str, last: int) -> pd.DataFrame:
+    both = pd.concat([a.curve(key), b.curve(key)], axis=1, join="inner", keys=["a", "b"])
+    return both[both.index <= last]
+
+
+def _relative(both: pd.DataFrame) -> pd.Series:
+    return (both["a"] - both["b"]).abs() / both.abs().max(axis=1).clip(lower=1e-12)
+
+
+def _different_from(differing: pd.DataFrame, key: str) -> dict[str, Any]:
+    first = differing.iloc[0]
+    return {"same": False, "from_step": int(differing.index[0]), "key": key, "a": float(first.a), "b": float(first.b)}
 
 
 def same_step_is_same_place(a: PastRun, b: PastRun, axis: str) -> bool:
@@ -107,22 +114,28 @@ def same_step_is_same_place(a: PastRun, b: PastRun, axis: str) -> bool:
     return axis != "wall_seconds"
 
 
-def _gaps(a: PastRun, b: PastRun, axis: str, end: float, paired: bool) -> dict[str, Any]:
-    one, other = a.values("loss", axis), b.values("loss", axis)
+def _gaps(a: PastRun, b: PastRun, axis: str, same_text: bool) -> dict[str, Any]:
+    """The gaps of all losses where the shorter run ends on `axis`."""
+    ends = {run.name: run.reach(axis) for run in (a, b)}
+    if missing := [name for name, end in ends.items() if end is None]:
+        return {"at": None, "missing": missing}
+    end = min(end for end in ends.values() if end is not None)
+    paired = same_text and same_step_is_same_place(a, b, axis)
+    one, other = a.curve("loss", axis), b.curve("loss", axis)
     if paired:
-        one, other = noise.on_common([one, other])
-    start = noise.window([one[0], other[0]], end)
-    found: dict[str, Any] = {"window_from": start, "paired": paired}
-    found["loss"] = (noise.paired if paired else noise.apart)(one, other, end, start)
+        one, other = statistics.at_common_places([one, other])
+    start = statistics.window_start([one, other], end)
+    loss = (statistics.paired_gap if paired else statistics.unpaired_gap)(one, other, start, end)
+    gaps: dict[str, Any] = {"window_from": start, "paired": paired, "loss": loss}
     for key in ("eval_loss", "eval_bits_per_byte"):
-        curves = [run.values(key, axis, evaluations=True) for run in (a, b)]
-        at = noise.between_evaluations(curves[0], curves[1], end)
-        found[key], found[f"{key}_at"] = (at[1], at[0]) if at else (None, None)
-    return found
+        one, other = a.curve(key, axis), b.curve(key, axis)
+        at = gaps[f"{key}_at"] = statistics.last_common_evaluation([one, other], end)
+        gaps[key] = None if at is None else statistics.evaluation_gap(one, other, at)
+    return gaps | {"at": end}
 
 
 def loss_per_token_is_comparable(a: PastRun, b: PastRun) -> tuple[bool, str | None]:
-    """Whether a nat per token means the same in both: same vocabulary and tokenizer, as far as is known."""
+    """Whether a nat per token means the same in both: same vocabulary and tokenizer, as far as is known; why not."""
     for what, one, other in (
         ("vocabulary", a.model.get("vocab_size"), b.model.get("vocab_size")),
         ("tokenizer", a.data.get("tokenizer"), b.data.get("tokenizer")),
@@ -133,92 +146,54 @@ def loss_per_token_is_comparable(a: PastRun, b: PastRun) -> tuple[bool, str | No
         return True, None
     first, second = _first_loss(a), _first_loss(b)
     if first is not None and second is not None and abs(first - second) > _FIRST_LOSS_GAP:
-        return False, f"first losses of {first:.2f} and {second:.2f}, near ln V, say that the vocabularies differ"
+        return False, f"first losses of {first:.2f} and {second:.2f}, near ln V, show that the vocabularies differ"
     return True, None
 
 
 def _first_loss(run: PastRun) -> float | None:
-    for curve in (run.values("loss"), run.values("eval_loss", evaluations=True)):
-        if len(curve[0]) and curve[0][0] <= 1:
-            return float(curve[1][0])
+    for curve in (run.curve("loss"), run.curve("eval_loss")):
+        if len(curve) and curve.index[0] <= 1:
+            return float(curve.iloc[0])
     size = number(run.model.get("vocab_size"))
     return math.log(size) if size else None
 
 
-def _reservations(a: PastRun, b: PastRun) -> tuple[list[str], list[str]]:
-    """Why training losses, and evaluation losses, of the two do not mean the same; no verdict is given on such."""
+def _reservations(a: PastRun, b: PastRun) -> dict[str, list[str]]:
+    """Why training losses, and evaluation losses, of the two do not mean the same; these give no verdict."""
     training, evaluation = [], []
-    texts = [run.settings.get("text") for run in (a, b)]
-    if None not in texts and texts[0] != texts[1] and a.data.get("tokenizer") == b.data.get("tokenizer"):
+
+    def differ(one: Any, other: Any) -> bool:
+        return one is not None and other is not None and one != other
+
+    if a.data.get("tokenizer") == b.data.get("tokenizer") and differ(a.settings.get("text"), b.settings.get("text")):
         training.append("trained on different text")
-    dropouts = [[run.settings.get(f"model.{key}") for key in ("resid_pdrop", "embd_pdrop")] for run in (a, b)]
-    if None not in (*dropouts[0], *dropouts[1]) and dropouts[0] != dropouts[1]:
+    if any(differ(a.settings.get(key), b.settings.get(key)) for key in ("model.resid_pdrop", "model.embd_pdrop")):
         training.append("different dropout, which raises the loss in training alone")
-    held = [run.data.get("held_out.hash") for run in (a, b)]
-    if None not in held and held[0] != held[1]:
+    if differ(a.data.get("held_out.hash"), b.data.get("held_out.hash")):
         evaluation.append("evaluated on different text")
-    return training, evaluation
+    return {"training": training, "evaluation": evaluation}
 
 
-def same_result(a: PastRun, b: PastRun, last: int) -> dict[str, Any] | None:
-    """Whether steps up to `last`, whose text was the same, gave the same; None without a common record.
-
-    In the first steps the two may differ by rounding alone, in loss and gradient norm. Later, rounding has grown: the
-    mean of no tenth, fifth or half of the common steps, nor of the last window, may differ by more than twice the
-    paired band (see `noise.paired`).
-    """
-    rounding = [_ROUNDING.get(run.precision, _ROUNDING_16_BITS) for run in (a, b)]
-    early: list[dict[str, Any]] = []  # where the two first differ by more, in each figure
-    for key, tolerance, until in zip(("loss", "grad_norm"), map(max, *rounding), _FIRST_STEPS, strict=True):
-        steps, ya, yb = _common(a, b, key, last)
-        for i in np.flatnonzero((steps <= until) & (_relative(ya, yb) > tolerance))[:1]:
-            step, one, other = int(steps[i]), float(ya[i]), float(yb[i])
-            early.append({"same": False, "from_step": step, "key": key, "a": one, "b": other})
-    if early:
-        return min(early, key=lambda found: found["from_step"])
-    steps, ya, yb = _common(a, b, "loss", last)
-    if not len(steps):
-        return None
-    spans = [span for parts in (10, 5, 2) for span in itertools.pairwise(np.linspace(0, steps[-1], parts + 1))]
-    for start, end in [*spans, (noise.window([steps], steps[-1]), steps[-1])]:
-        gap = noise.paired((steps, ya), (steps, yb), float(end), float(start))
-        if gap is not None and gap.band is not None and abs(gap.difference) > 2 * gap.band:
-            return _first_shown(steps, ya, yb, (steps > start) & (steps <= end))
-    return {"same": True, "steps": len(steps), "largest_part": float(_relative(ya, yb).max())}
-
-
-def _first_shown(steps: np.ndarray, ya: np.ndarray, yb: np.ndarray, inside: np.ndarray) -> dict[str, Any]:
-    """The first record that differs by half of what those inside the window that told do."""
-    parts = _relative(ya, yb)
-    i = int(np.flatnonzero(parts >= 0.5 * np.median(parts[inside]))[0])
-    return {"same": False, "from_step": int(steps[i]), "key": "loss", "a": float(ya[i]), "b": float(yb[i])}
-
-
-def _relative(one: np.ndarray, other: np.ndarray) -> np.ndarray:
-    return np.abs(one - other) / np.maximum(np.maximum(np.abs(one), np.abs(other)), 1e-12)
-
-
-def _common(a: PastRun, b: PastRun, key: str, last: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    (xa, ya), (xb, yb) = a.values(key), b.values(key)
-    steps, ia, ib = np.intersect1d(xa, xb, return_indices=True)
-    inside = steps <= last
-    return steps[inside], ya[ia][inside], yb[ib][inside]
+def _on_the_way(runs: Sequence[PastRun], step: float | None) -> dict[str, float]:
+    """Runs for which `step` is well before the end of their learning rate schedule, with the part that was done."""
+    lengths = {run.name: number(run.plan.get("max_steps")) or run.reach("step") for run in runs}
+    flat = {run.name for run in runs if str(run.settings.get("lr_scheduler_type", "")).startswith("constant")}
+    parts = {name: step / length for name, length in lengths.items() if step and length and name not in flat}
+    return {name: part for name, part in parts.items() if part < 0.9}
 
 
 def _speed(a: PastRun, b: PastRun) -> dict[str, Any] | None:
-    """How many times as fast `b` is per token, by medians of the records; "clear" where each median lies outside the
-    middle half of the other's records: a machine that others use too changes its speed by the minute."""
-    rates = [run.values("tokens_per_second")[1] for run in (a, b)]
-    if not all(len(rate) for rate in rates):
+    """How many times as fast `b` is per token, by the medians of the records; None where one has none.
+
+    "clear": each median is outside the middle half of the other's records. The speed of a shared machine changes by
+    the minute.
+    """
+    one, other = a.curve("tokens_per_second"), b.curve("tokens_per_second")
+    if one.empty or other.empty:
         return None
-    one, other = rates
-    medians = [float(np.median(rate)) for rate in rates]
-    clear = not any(
-        np.quantile(rate, 0.25) <= median <= np.quantile(rate, 0.75)
-        for rate, median in ((one, medians[1]), (other, medians[0]))
+    first, second = float(one.median()), float(other.median())
+    overlap = any(
+        rates.quantile(0.25) <= median <= rates.quantile(0.75) for rates, median in ((one, second), (other, first))
     )
-    devices = [run.facts.get("device") or run.settings.get("device") for run in (a, b)]
-    return {
-        "a": medians[0], "b": medians[1], "times_as_fast": medians[1] / medians[0], "clear": clear,
-        "devices": devices if None not in devices and devices[0] != devices[1] else None,
-    }  # fmt: skip
+    devices = None if None in (a.device, b.device) or a.device == b.device else [a.device, b.device]
+    return {"a": first, "b": second, "times_as_fast": second / first, "clear": not overlap, "devices": devices}

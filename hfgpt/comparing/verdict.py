@@ -1,51 +1,78 @@
-"""A comparison of two runs in plain words."""
+"""The comparison of two runs in words."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
-from hfgpt.comparing.noise import Gap
-
-_BETTER_WORSE = ("better", "worse")
 _NAMES = {"eval_loss": "evaluation loss", "loss": "training loss", "eval_bits_per_byte": "bits per byte"}
 
 
-def verdicts(found: dict[str, Any]) -> list[str]:
-    """One line per question about a pair (see `compare.pair`), the summary of all first.
+class Verdict(NamedTuple):
+    """What a pair comes to, a line for each question.
 
-    An axis whose answer is that of an earlier one shares its line.
+    doubts: why losses, or some of them, give no verdict. tokens: whether tokens and result are the same. deciding: the
+    gap that the summary is about, None if there is none; on_axes: the gaps on every axis. Axes with one answer share a
+    line. cautions: what else the losses depend on.
     """
-    same, speed = _same_line(found), _speed_line(found)
-    summary = [same.split(" (")[0].split(":")[0]] if found["same_tokens"]["equal"] else []
-    if not found["loss_per_token_comparable"]:
+
+    summary: str
+    doubts: list[str]
+    tokens: str
+    deciding: str | None
+    on_axes: list[str]
+    cautions: list[str]
+    speed: str
+
+    @property
+    def lines(self) -> list[str]:
+        return [self.summary, *self.doubts, self.tokens, *self.on_axes, *self.cautions, self.speed]
+
+    @property
+    def evidence(self) -> list[str]:
+        """What the summary rests on."""
+        return [self.tokens, self.deciding] if self.deciding else [self.tokens]
+
+    @property
+    def notes(self) -> list[str]:
+        """The other lines, the most important first."""
+        others = [line for line in self.on_axes if line != self.deciding]
+        return [*self.doubts, *self.cautions, *others, self.speed]
+
+
+def explain(pair: dict[str, Any]) -> Verdict:
+    """Puts a pair (see `pairs.compare_pair`) into words."""
+    tokens, speed, comparable = _tokens_line(pair), _speed_line(pair), pair["loss_per_token_comparable"]
+    summary = [tokens.split(" (")[0].split(":")[0]] if pair["same_tokens"]["equal"] else []
+    doubts = [f"{kind} losses give no verdict: {', '.join(r)}" for kind, r in pair["reservations"].items() if r]
+    if not comparable:
         summary.append("loss per token is not comparable")
-    axis = "tokens" if found["gaps"]["tokens"]["at"] is not None else "steps"
-    if found["gaps"][axis]["at"] is not None and not _same_result(found):
-        assumed = f", if {found['assumed']}" if found["assumed"] and found["loss_per_token_comparable"] else ""
-        _, said, doubt = decision(found, axis)
-        summary.append(f"{said} at equal {axis}{doubt}{assumed}")
-    if found["speed"]:
+        why_not = pair["why_not_comparable"]
+        doubts.insert(0, f"loss per token is not comparable: {why_not}; bits per byte of held-out text are")
+    axis = "tokens" if pair["gaps"]["tokens"]["at"] is not None else "steps"
+    on_axes = _axis_lines(pair)
+    deciding = None
+    if pair["gaps"][axis]["at"] is not None and not _is_same_result(pair):
+        assumed = f", if {pair['assumed']}" if pair["assumed"] and comparable else ""
+        _, answer, doubt = decide(pair, axis)
+        summary.append(f"{answer} at equal {axis}{doubt}{assumed}")
+        deciding = on_axes[axis]
+    if pair["speed"]:
         summary.append(speed.split(" (")[0])
-    lines = ["; ".join(summary) or "no verdict"]
-    if not found["loss_per_token_comparable"]:
-        lines.append(
-            f"loss per token is not comparable: {found['why_not_comparable']}; bits per byte of held-out text are"
-        )
-    lines += [f"{kind} losses give no verdict: {', '.join(r)}" for kind, r in found["reservations"].items() if r]
-    caution = [
+    cautions = [
         f"at the last common step {name} was at {_percent(100 * part)} of its length: with the learning rate not yet "
         "at its end, a loss is higher than that of a run planned to end there"
-        for name, part in found["on_the_way"].items()
+        for name, part in pair["on_the_way"].items()
     ]
-    return [*lines, same, *_axis_lines(found), *caution, speed]
+    lines = list(dict.fromkeys(on_axes.values()))
+    return Verdict("; ".join(summary) or "no verdict", doubts, tokens, deciding, lines, cautions, speed)
 
 
-def _same_result(found: dict[str, Any]) -> bool:
-    return bool(found["same_tokens"]["equal"] and found["same_result"] and found["same_result"]["same"])
+def _is_same_result(pair: dict[str, Any]) -> bool:
+    return bool(pair["same_tokens"]["equal"] and pair["same_result"] and pair["same_result"]["same"])
 
 
-def _same_line(found: dict[str, Any]) -> str:
-    same, result = found["same_tokens"], found["same_result"]
+def _tokens_line(pair: dict[str, Any]) -> str:
+    same, result = pair["same_tokens"], pair["same_result"]
     if same["equal"] is None:
         return f"whether the two saw the same tokens is {same['text']}"
     if not same["equal"] and same["step"] == 1:
@@ -63,60 +90,65 @@ def _same_line(found: dict[str, Any]) -> str:
     return f"same tokens{until}, {outcome}"
 
 
-def decision(found: dict[str, Any], axis: str) -> tuple[str | None, str, str]:
-    """What decides at equal `axis` ("eval_loss", "loss", "eval_bits_per_byte", or None), the verdict, and a doubt.
+def decide(pair: dict[str, Any], axis: str) -> tuple[str | None, str, str]:
+    """What decides at equal `axis` ("eval_loss", "loss", "eval_bits_per_byte", or None), the answer, and a doubt.
 
     Of evaluation and training loss the one with the narrower band decides, so that chance has one try, not two. Where
-    the other says the opposite beyond its own noise, as when a text is learnt by heart, that is the doubt.
+    the other shows the opposite beyond its own noise, as when a text is learnt by heart, that is the doubt.
     """
-    gaps, b = found["gaps"][axis], found["b"]
-    reserved = found["reservations"]
+    gaps, reserved = pair["gaps"][axis], pair["reservations"]
     keys = [key for key, kind in (("eval_loss", "evaluation"), ("loss", "training")) if not reserved[kind]]
-    if not found["loss_per_token_comparable"]:
+    if not pair["loss_per_token_comparable"]:
         keys = [] if reserved["evaluation"] else ["eval_bits_per_byte"]
-    known = [(key, gaps[key]) for key in keys if isinstance(gaps.get(key), Gap)]
-    if _same_result(found) and gaps.get("paired") and known:  # which asked more than the band of one window
+    known = {key: gaps[key] for key in keys if gaps.get(key)}
+    if not known:
+        return None, "no verdict", ""
+    if _is_same_result(pair) and gaps["paired"]:  # a stricter question than the band of one window
         return None, "no difference beyond noise", ""
-    if judges := [(gap.band, key, gap) for key, gap in known if gap.band is not None]:
-        _, key, gap = min(judges)
-        if not gap.beyond_noise:
-            return key, "no difference beyond noise", ""
-        against = [
-            _NAMES[other] for _, other, its in judges if its.beyond_noise and its.difference * gap.difference < 0
-        ]
-        said = f"{b} is {_percent(abs(gap.percent))} {_BETTER_WORSE[gap.difference > 0]}"
-        return key, said, f", while the {against[0]} says the opposite" if against else ""
-    if known:
-        said = f"{b} differs by {_percent(known[0][1].percent, '+')}"
-        return None, said, ", with too few records to tell it from noise"
-    return None, "no verdict", ""
+    with_band = {key: gap for key, gap in known.items() if gap["band"] is not None}
+    if not with_band:
+        percent = next(iter(known.values()))["percent"]
+        return None, f"{pair['b']} differs by {_percent(percent, '+')}", ", with too few records to tell it from noise"
+    key = min(with_band, key=lambda key: (with_band[key]["band"], key))
+    percent = with_band[key]["percent"]
+    if not with_band[key]["beyond_noise"]:
+        return key, "no difference beyond noise", ""
+    opposite = [
+        other for other, gap in with_band.items() if gap["beyond_noise"] and (gap["percent"] > 0) != (percent > 0)
+    ]
+    doubt = f", while the {_NAMES[opposite[0]]} says the opposite" if opposite else ""
+    return key, f"{pair['b']} is {_percent(abs(percent))} {'worse' if percent > 0 else 'better'}", doubt
 
 
-def _axis_lines(found: dict[str, Any]) -> list[str]:
-    answers: dict[tuple[str, str, str], list[str]] = {}
-    unknown = []
-    for axis, gaps in found["gaps"].items():
+def _axis_lines(pair: dict[str, Any]) -> dict[str, str]:
+    """Axis -> its line; axes with the same answer have one line that names them all, unknown axes come last."""
+    answers: dict[tuple[str, str], list[str]] = {}
+    unknown = {}
+    for axis, gaps in pair["gaps"].items():
         if gaps["at"] is None:
-            unknown.append(f"at equal {axis}: not known of {' and '.join(gaps['missing'])}")
-        else:
-            key, said, doubt = decision(found, axis)
-            by = f" by {_NAMES[key]}" if key else ""
-            answers.setdefault((f"{said}{by}", doubt, _figures(found, gaps)), []).append(axis)
-    lines = [f"{said} at equal {' and '.join(axes)}{doubt}: {told}" for (said, doubt, told), axes in answers.items()]
-    return lines + unknown
+            unknown[axis] = f"at equal {axis}: not known of {' and '.join(gaps['missing'])}"
+            continue
+        key, answer, doubt = decide(pair, axis)
+        by = f" by {_NAMES[key]}" if key else ""
+        answers.setdefault((f"{answer}{by}", f"{doubt}: {_losses(pair, gaps)}"), []).append(axis)
+    lines = {
+        axis: f"{answer} at equal {' and '.join(axes)}{rest}"
+        for (answer, rest), axes in answers.items()
+        for axis in axes
+    }
+    return lines | unknown
 
 
-def _figures(found: dict[str, Any], gaps: dict[str, Any]) -> str:
-    comparable = found["loss_per_token_comparable"]
-    names = ("eval_loss", "loss") if comparable else ("eval_bits_per_byte",)
-    told = [f"{_NAMES[key]} {_gap(gaps[key])}" for key in names if isinstance(gaps.get(key), Gap)]
+def _losses(pair: dict[str, Any], gaps: dict[str, Any]) -> str:
+    comparable = pair["loss_per_token_comparable"]
+    keys = ("eval_loss", "loss") if comparable else ("eval_bits_per_byte",)
     missing = "one of them has no record there" if comparable else "not both have bits per byte there"
-    return "; ".join(told) or missing
+    return "; ".join(f"{_NAMES[key]} {_gap(gaps[key])}" for key in keys if gaps.get(key)) or missing
 
 
-def _gap(gap: Gap) -> str:
-    band = gap.how if gap.band is None else f"noise ±{_percent(100 * gap.band / abs(gap.first or 1))}"
-    return f"{gap.first:.4f} and {gap.second:.4f} ({_percent(gap.percent, '+')}, {band})"
+def _gap(gap: dict[str, Any]) -> str:
+    band = gap["how"] if gap["band"] is None else f"noise ±{_percent(100 * gap['band'] / abs(gap['first'] or 1))}"
+    return f"{gap['first']:.4f} and {gap['second']:.4f} ({_percent(gap['percent'], '+')}, {band})"
 
 
 def _percent(value: float, sign: str = "") -> str:
@@ -126,8 +158,8 @@ def _percent(value: float, sign: str = "") -> str:
     return f"{value:{sign if value else ''}.{decimals}f} %" if value else "0.00 %"
 
 
-def _speed_line(found: dict[str, Any]) -> str:
-    speed = found["speed"]
+def _speed_line(pair: dict[str, Any]) -> str:
+    speed = pair["speed"]
     if not speed:
         return "speed: not known of both"
     rates = f"{speed['a']:,.0f} and {speed['b']:,.0f} tokens/s"
@@ -136,4 +168,4 @@ def _speed_line(found: dict[str, Any]) -> str:
     times = speed["times_as_fast"]
     if not speed["clear"]:
         return f"no clear difference in speed ({rates})"
-    return f"{found['b']} is {max(times, 1 / times):.2f}x {'faster' if times > 1 else 'slower'} per token ({rates})"
+    return f"{pair['b']} is {max(times, 1 / times):.2f}x {'faster' if times > 1 else 'slower'} per token ({rates})"

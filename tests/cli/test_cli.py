@@ -168,7 +168,7 @@ def test_without_assertions_input_is_checked_all_the_same(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     *lines, prompts = json.loads(done.stdout)
-    assert [line.startswith("run.json is not one of ours") for line in lines[::2]] == [True] * 3
+    assert [line.startswith("run.json cannot be read") for line in lines[::2]] == [True] * 3
     assert all("give a run folder" in line for line in lines[1::2]) and "line 1 is not" in prompts
 
 

@@ -8,15 +8,17 @@ import re
 import sys
 
 import numpy as np
+import pandas as pd
 import pytest
 from conftest import SHARED
 from running import StopAt, trained
 
 from hfgpt import UserError, cli
 from hfgpt.comparing import compare, read_runs
-from hfgpt.comparing.console_log import NANOGPT_PEAK_TFLOPS
-from hfgpt.comparing.noise import FLOOR, apart, level, window
-from hfgpt.comparing.report import WIDTH, as_text, write_report
+from hfgpt.comparing.derive import NANOGPT_PEAK_TFLOPS
+from hfgpt.comparing.render import WIDTH, as_markdown, as_text, write_report
+from hfgpt.comparing.report import build_report
+from hfgpt.comparing.statistics import FLOOR, level, unpaired_gap, window_start
 from hfgpt.model.configuration_gpt2 import model_config
 from hfgpt.model.flops import parameter_counts
 from hfgpt.training.step import TrainStep
@@ -78,8 +80,15 @@ def compared(*folders, **options):
     runs = read_runs(folders, **options)
     found = compare(runs)
     json.dumps(found, allow_nan=False)
-    as_text(runs, found)
+    report = build_report(runs, found)
+    assert as_text(report) and as_text(report, verbose=True) and as_markdown(report, {})
     return found
+
+
+def shown(*folders, verbose=True):
+    """The text on the screen."""
+    runs = read_runs(folders)
+    return as_text(build_report(runs, compare(runs, all_pairs=verbose)), verbose)
 
 
 def verdicts(*folders, **options):
@@ -129,8 +138,8 @@ def test_the_band_holds_what_it_promises():
                 noise = random.normal(size=400) * 0.1
                 for i in range(1, 400):
                     noise[i] += memory * noise[i - 1]
-                curves.append((x, falling(x) + noise))
-            outside += bool(apart(*curves, 400.0, window([x, x], 400.0)).beyond_noise)
+                curves.append(pd.Series(falling(x) + noise, x))
+            outside += bool(unpaired_gap(*curves, window_start(curves, 400.0), 400.0)["beyond_noise"])
         assert outside / 300 < most
 
 
@@ -149,9 +158,9 @@ def test_the_sharper_loss_decides_and_the_other_may_object(tmp_path):
 
 def test_a_level_does_not_depend_on_where_the_points_lie():
     x, few = np.arange(1.0, 101.0), np.arange(10.0, 101.0, 10.0)
-    assert level(x, 5 - 0.01 * x, 50.0).value == pytest.approx(4.5)
-    assert level(few, 5 - 0.01 * few, 50.0).value == pytest.approx(4.5)
-    assert level(x[:3], x[:3], 2.0).error is None
+    assert level(pd.Series(5 - 0.01 * x, x), 50.0).value == pytest.approx(4.5)
+    assert level(pd.Series(5 - 0.01 * few, few), 50.0).value == pytest.approx(4.5)
+    assert level(pd.Series(x[:3], x[:3]), 2.0).error is None
 
 
 def test_pairing_the_same_tokens_is_sharper(tmp_path):
@@ -227,7 +236,7 @@ def test_another_vocabulary_is_compared_by_bits_per_byte_alone(tmp_path):
     # Half the loss per token, and 5 % more per byte: 0.5 * 4 / 1.9.
     assert "loss per token is not comparable; b is 5.3 % worse at equal tokens" in pair["verdicts"][0]
     assert not any("evaluation loss" in line or "training loss" in line for line in pair["verdicts"])
-    assert "training loss *" in as_text(read_runs([a, b]), found)
+    assert "training loss *" in shown(a, b)
 
 
 def test_another_vocabulary_without_bytes_has_no_verdict(tmp_path):
@@ -290,7 +299,7 @@ def test_a_resumed_run_has_each_step_once(tmp_path):
     found = compared(a, b)
     assert "every recorded loss is equal" in one(found["pairs"][0]["verdicts"], "same result:")
     assert found["settings_that_differ"] == {"weight_decay": {"a": 0.1, "b": "0.1; 0.2 from step 200 on"}}
-    assert "resume at step 200" in as_text(read_runs([a, b]), found)
+    assert "resume at step 200" in shown(a, b)
 
 
 def test_a_micro_batch_that_memory_made_smaller(tmp_path):
@@ -435,7 +444,7 @@ def test_a_real_run_that_was_killed_and_resumed(config, tmp_path):
     found = compared(tmp_path / "whole", tmp_path / "cut")
     assert found["pairs"][0]["verdicts"][0].startswith("same tokens, same result;")
     assert found["runs"][1]["events"]["resume"] == 1 and found["runs"][1]["state"] == "finished"
-    seconds = read_runs([tmp_path / "cut"])[0].values("wall_seconds")[1]
+    seconds = read_runs([tmp_path / "cut"])[0].curve("wall_seconds")
     assert (np.diff(seconds) > 0).all()
 
 
@@ -491,7 +500,7 @@ def test_evaluations_are_compared_where_both_have_one(tmp_path):
     ours, theirs = found["equal"]["steps"]["runs"].values()
     assert found["equal"]["steps"]["at"] == 47 and found["equal"]["steps"]["eval_loss_at"] == 40
     assert ours["eval_loss"] == theirs["eval_loss"] == runs[0].evaluations[1]["eval_loss"]
-    assert "at equal steps (47, evaluated at 40)" in as_text(runs, found)
+    assert "at equal steps (47, evaluated at 40)" in shown(a, b)
 
 
 def test_three_runs_of_which_two_saw_the_same_tokens(tmp_path):
@@ -558,7 +567,7 @@ def test_a_nanogpt_log(tmp_path):
     log = tmp_path / "log.txt"
     log.write_text(CONSOLE)
     (run,) = read_runs([log])
-    # `iter N` is update N + 1; the restart made 20 and 30 anew; the last line is cut short.
+    # `iter N` is update N + 1; the restart made 20 and 30 again; the last line is cut short.
     assert [(r["step"], r["loss"]) for r in run.training] == [(1, 4.1828), (11, 3.5), (21, 2.95), (31, 2.7)]
     assert [(r["step"], r["eval_loss"]) for r in run.evaluations] == [(0, 4.1649), (20, 3.05)]
     assert run.evaluations[1]["train_eval_loss"] == 2.8
@@ -571,7 +580,7 @@ def test_a_nanogpt_log(tmp_path):
         run.settings["learning_rate"] == 6e-4 and run.settings["torch_compile"] is False and "odd" not in run.settings
     )
     assert run.settings["per_device_train_batch_size"] == 12
-    assert "the last line, cut short, left out" in run.notes
+    assert "the last line is cut short and was skipped" in run.notes
 
 
 SHAKESPEARE = """\
@@ -836,9 +845,10 @@ def test_the_command(monkeypatch, capsys, tmp_path):
     a = write_run(tmp_path / "a")
     b = write_run(tmp_path / "long-name-of-a-run-that-goes-on-and-on", tokens="b", scale=0.97)
     c = write_run(tmp_path / "c", config={"dataset": "/data/" + "deep/" * 40})
-    for runs in ([a], [a, b], [a, b, c]):
+    for runs in ([a], [a, b], [a, b, c], [a, b, c, "--verbose"]):
         code, out, err = command(monkeypatch, capsys, *runs)
         assert (code, err) == (0, "") and max(map(len, out.splitlines())) <= WIDTH
+    assert "against a:" in out and "c against long-name" in out
     code, out, err = command(monkeypatch, capsys, a, b, "--json", "--output", tmp_path / "new" / "report.md")
     assert code == 0 and json.loads(out)["pairs"][0]["a"] == "a" and err.startswith("written: ")
     report = (tmp_path / "new" / "report.md").read_text()
@@ -852,10 +862,7 @@ def test_the_command(monkeypatch, capsys, tmp_path):
 
 
 def test_the_report_of_one_run(tmp_path):
-    runs = read_runs([write_run(tmp_path / "a")])
-    found = compare(runs)
-    files = write_report(tmp_path / "out" / "a.md", runs, found)
-    text = files[-1].read_text()
+    text = write_markdown(tmp_path / "out" / "a.md", write_run(tmp_path / "a"))[-1].read_text()
     for part in (
         "learning\\_rate",
         "tokens/s",
@@ -864,25 +871,54 @@ def test_the_report_of_one_run(tmp_path):
         "time of training",
         "finished",
         "step 400",
-        "precision",
     ):
         assert part in text
-    assert "Noise:" not in text and found["pairs"] == []
+    assert "Noise:" not in text
 
 
-def test_an_older_picture_that_is_no_longer_meant_goes(tmp_path):
-    write_report(tmp_path / "r.md", runs := read_runs([write_run(tmp_path / "a")]), compare(runs))
+def write_markdown(path, *folders):
+    runs = read_runs(folders)
+    return write_report(path, build_report(runs, compare(runs), with_plots=True))
+
+
+def test_plots_of_an_earlier_report_are_removed(tmp_path):
+    write_markdown(tmp_path / "r.md", write_run(tmp_path / "a"))
     assert (tmp_path / "r_mfu.png").exists()
     (tmp_path / "log.txt").write_text("iter 0: loss 4.0\niter 1: loss 3.9\n")
-    write_report(tmp_path / "r.md", runs := read_runs([tmp_path / "log.txt"]), compare(runs))
+    write_markdown(tmp_path / "r.md", tmp_path / "log.txt")
     assert not (tmp_path / "r_mfu.png").exists() and (tmp_path / "r_loss_steps.png").exists()
+
+
+def test_samples_are_shown_as_they_are(tmp_path):
+    runs = read_runs([write_run(tmp_path / "a")])
+    report = build_report(runs, compare(runs))
+    report.samples.append(("a at step 400", "To be,\nor *not*"))
+    assert "## a at step 400\n\n    To be,\n    or *not*\n" in as_markdown(report, {})
+
+
+def test_the_screen_shows_the_verdict_and_three_notes(tmp_path):
+    """Everything else is behind --verbose: all rows, notes and events, and every pair of runs."""
+    a, b = write_run(tmp_path / "a", tokens="a"), write_run(tmp_path / "b", tokens="b", scale=0.97, tokenizer="t2")
+    with open(b / "metrics.jsonl", "a") as file:
+        for step in range(5):
+            file.write(json.dumps({"step": 390 + step, "event": "skip_step", "reason": "loss nan"}) + "\n")
+    (a / "run.json").write_text((a / "run.json").read_text().replace('"h1"', '"h2"'))
+    c = write_run(tmp_path / "c", steps=100, tokens="c", model={"resid_pdrop": 0.2})
+    short, verbose = shown(a, b, c, verbose=False), shown(a, b, c)
+    for section in short[short.index("b against a") :].split("\n\n")[:2]:
+        assert section.count("\n  - ") <= 2 + 3 + 1
+    assert short.count(" against ") < verbose.count(" against ") and "c against b" not in short
+    assert "more with --verbose" in short and "more with --verbose" not in verbose
+    for detail in ("skip_step at step 390", "Noise: ", "FLOPs per token", "at equal wall time"):
+        assert detail in verbose and detail not in short
+    assert all(part in short for part in ("tokens/s", "MFU against", "at equal tokens", "settings that differ"))
 
 
 def test_wrong_use_is_one_line(monkeypatch, capsys, tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "notes.txt").write_bytes(b"\x00\xffnothing of a run\n")
     a = write_run(tmp_path / "runs" / "a")
-    for arguments, said in (
+    for arguments, message in (
         ([tmp_path / "none"], "no such folder"),
         ([tmp_path / "empty"], "no run.json or metrics.jsonl"),
         ([tmp_path / "runs"], "give one of those in it: a"),
@@ -894,4 +930,4 @@ def test_wrong_use_is_one_line(monkeypatch, capsys, tmp_path):
         ([], "run"),
     ):
         code, out, err = command(monkeypatch, capsys, *arguments)
-        assert (code, out) == (2, "") and err.count("\n") == 1 and said.lower() in err.lower(), err
+        assert (code, out) == (2, "") and err.count("\n") == 1 and message.lower() in err.lower(), err

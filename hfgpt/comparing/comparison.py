@@ -1,0 +1,173 @@
+"""The comparison of runs as one JSON object, which the report is made from."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from hfgpt.comparing import statistics
+from hfgpt.comparing.pairs import AXES, compare_pair, same_step_is_same_place
+from hfgpt.comparing.runs import PastRun, number
+from hfgpt.model.flops import mfu
+
+
+def compare(runs: Sequence[PastRun], all_pairs: bool = False) -> dict[str, Any]:
+    """All values and verdicts as one JSON object; what is not known is None.
+
+    Keys: runs, settings_that_differ, mfu_against, equal (per axis: the point that all runs reach, and their losses
+    there), pairs (the first run with each other, or `all_pairs`: same tokens, comparable or not, gaps with bands,
+    speed, verdicts), notes.
+    """
+    compared = list(itertools.combinations(runs, 2)) if all_pairs else [(runs[0], other) for other in runs[1:]]
+    pairs = [compare_pair(a, b) for a, b in compared]
+    # The first run and those that saw its tokens: they are compared at the steps that all of them recorded.
+    same = [b for (a, b), pair in zip(compared, pairs, strict=True) if a is runs[0] and pair["same_tokens"]["equal"]]
+    alike = [runs[0], *same]
+    against = mfu_against(runs)
+    too_high = sorted({name for row in against for name, value in row["mfu"].items() if value and value > 1})
+    return {
+        "runs": [summarize(run, alike) for run in runs],
+        "settings_that_differ": settings_that_differ(runs),
+        "mfu_against": against,
+        "equal": {
+            name: point for name, axis in AXES.items() if len(runs) > 1 and (point := at_equal(runs, axis, alike))
+        },
+        "pairs": pairs,
+        "notes": [
+            *(f"{run.name}: {note}" for run in runs for note in (*run.notes, *_not_finite(run))),
+            *(f"{name}: an MFU above 1 is against the peak of a slower device, or a wrong one" for name in too_high),
+        ],
+    }
+
+
+def summarize(run: PastRun, alike: Sequence[PastRun]) -> dict[str, Any]:
+    """What is known of one run by itself; the training loss at the end is a mean (see `statistics.window_start`).
+
+    alike: runs on the same tokens; where they end at one step, the mean is over steps that all of them recorded.
+    """
+    summary: dict[str, Any] = {
+        key: getattr(run, key) for key in ("name", "path", "kind", "state", "device", "flops_per_token")
+    }
+    summary |= {key: run.model.get(key) for key in ("parameters", "parameters_without_positions", "vocab_size")}
+    sizes = ("micro_batch", "sequence_length", "accumulation", "processes", "tokens_per_step")
+    summary |= {key: run.plan.get(key) for key in sizes}
+    summary |= {key: run.median(key) for key in ("tokens_per_second", "step_seconds", "mfu", "hfu")}
+    summary |= {key: run.newest(key) for key in ("peak_tflops", "peak_source")}
+    events = Counter(str(event.get("event")) for event in run.events)
+    micro_batch_seconds = None
+    if summary["step_seconds"] and summary["accumulation"] and "oom_retry" not in events:  # else of two sizes
+        micro_batch_seconds = summary["step_seconds"] / summary["accumulation"]
+    last = (run.training or run.evaluations or [{}])[-1]
+    return summary | {
+        "micro_batch_seconds": micro_batch_seconds,
+        "memory_bytes": max((number(record.get("memory_bytes")) or 0 for record in run.training), default=0) or None,
+        "steps": max((record["step"] for record in (*run.training, *run.evaluations)), default=0),
+        "planned_steps": run.plan.get("max_steps") or run.settings.get("max_steps"),
+        "tokens": number(last.get("num_input_tokens_seen")),
+        "flops": run.reach("flops"),
+        "wall_seconds": number(last.get("wall_seconds")),
+        "events": dict(events),
+        **_losses_at_end(run, alike),
+    }
+
+
+def _losses_at_end(run: PastRun, alike: Sequence[PastRun]) -> dict[str, Any]:
+    losses, start, end_loss = run.curve("loss"), None, None
+    if len(losses):
+        last = losses.index[-1]
+        if any(run is one for one in alike) and len({one.reach("step") for one in alike}) == 1:
+            common = statistics.at_common_places([losses, *(one.curve("loss") for one in alike)])[0]
+            losses = common if common.index[-1] == last else losses
+        start = statistics.window_start([losses], last)
+        end_loss = float(losses[(losses.index > start) | (losses.index == last)].to_numpy().mean())
+    evaluations = [record for record in run.evaluations if number(record.get("eval_loss")) is not None]
+    newest = evaluations[-1] if evaluations else {}
+    best = min(evaluations, key=lambda record: record["eval_loss"], default={})
+    return {
+        "end_loss": end_loss,
+        "end_loss_from_step": None if start is None else math.floor(start) + 1,
+        "end_perplexity": perplexity(end_loss),
+        "eval_loss": newest.get("eval_loss"),
+        "eval_perplexity": perplexity(newest.get("eval_loss")),
+        "eval_bits_per_byte": number(newest.get("eval_bits_per_byte")),
+        "eval_step": newest.get("step"),
+        "best_eval_loss": best.get("eval_loss"),
+        "best_eval_step": best.get("step"),
+    }
+
+
+def perplexity(loss: float | None) -> float | None:
+    return None if loss is None or loss > 709 else math.exp(loss)  # where exp overflows
+
+
+def _not_finite(run: PastRun) -> list[str]:
+    steps = {record["step"] for record in run.training if number(record.get("loss")) is None}
+    notes = []
+    if steps:
+        last = " and still is not at its last record" if run.training[-1]["step"] in steps else ""
+        notes.append(
+            f"the loss is not finite in {len(steps)} records from step {min(steps)} on{last}; these are skipped"
+        )
+    if skipped := [event.get("step") for event in run.events if event.get("event") == "skip_step"]:
+        notes.append(f"training skipped what was not finite in steps: {len(skipped)}, the first is step {skipped[0]}")
+    return notes
+
+
+def settings_that_differ(runs: Sequence[PastRun]) -> dict[str, dict[str, Any]]:
+    """Setting -> run -> value, for settings known of at least two runs that do not all have one value."""
+    found = {}
+    for key in dict.fromkeys(key for run in runs for key in run.settings):
+        values = {run.name: run.settings[key] for run in runs if key in run.settings}
+        if any(value != next(iter(values.values())) for value in values.values()):
+            found[key] = values
+    return found
+
+
+def mfu_against(runs: Sequence[PastRun]) -> list[dict[str, Any]]:
+    """MFU of every run, by its median speed, against every peak that one of them names."""
+    peaks = dict.fromkeys((run.newest("peak_tflops"), run.newest("peak_source")) for run in runs)
+
+    def of_run(run: PastRun, tflops: float) -> float | None:
+        speed = run.median("tokens_per_second")
+        if speed and run.flops_per_token:
+            return mfu(speed, run.flops_per_token, tflops, run.processes)
+        return run.median("mfu") if run.newest("peak_tflops") == tflops else None
+
+    return [
+        {"peak_tflops": tflops, "peak_source": source, "mfu": {run.name: of_run(run, tflops) for run in runs}}
+        for tflops, source in peaks
+        if number(tflops)
+    ]
+
+
+def at_equal(runs: Sequence[PastRun], axis: str, alike: Sequence[PastRun]) -> dict[str, Any] | None:
+    """The point of `axis` that all runs reach, and each run's losses there; None where one has no such axis.
+
+    alike: runs on the same tokens, of which only steps that all of them recorded count, as in `compare_pair`.
+    """
+    ends = [end for run in runs if (end := run.reach(axis)) is not None]
+    if len(ends) < len(runs):
+        return None
+    end = min(ends)
+    curves = [run.curve("loss", axis) for run in runs]
+    if all(same_step_is_same_place(alike[0], run, axis) for run in alike[1:]):
+        chosen = [index for index, run in enumerate(runs) if any(run is one for one in alike)]
+        for index, curve in zip(chosen, statistics.at_common_places([curves[i] for i in chosen]), strict=True):
+            curves[index] = curve
+    start = statistics.window_start(curves, end)
+    levels = statistics.levels_at(curves, start, end)
+    losses: list[dict[str, Any]] = (
+        [{"loss": level.value} for level in levels] if levels else [{"loss": None} for _ in runs]
+    )
+    point: dict[str, Any] = {"at": end, "window_from": start}
+    for key in ("eval_loss", "eval_bits_per_byte"):
+        evaluations = [run.curve(key, axis) for run in runs]
+        at = point[f"{key}_at"] = statistics.last_common_evaluation(evaluations, end)
+        for of_run, curve in zip(losses, evaluations, strict=True):
+            of_run[key] = None if at is None else statistics.value_at(curve, at)
+    for of_run in losses:
+        of_run |= {"perplexity": perplexity(of_run["loss"]), "eval_perplexity": perplexity(of_run["eval_loss"])}
+    return {**point, "runs": {run.name: of_run for run, of_run in zip(runs, losses, strict=True)}}

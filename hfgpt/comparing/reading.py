@@ -1,0 +1,191 @@
+"""Reads the runs that a user names: run folders here, console logs by `logs.read_log`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from hfgpt.checkpointing.run_folder import RunFolder
+from hfgpt.comparing.logs import read_log
+from hfgpt.comparing.runs import PastRun, add_record, number
+from hfgpt.config import PretrainConfig
+from hfgpt.errors import UserError
+from hfgpt.files import read_text_file
+from hfgpt.model.flops import training_flops_per_token
+
+# Settings that only name a run or its files, and lengths, which the plan holds as max_steps.
+_NOT_COMPARED = (
+    "output_dir", "run_name", "resume_from_checkpoint", "report_to", "accept_changed_text", "max_tokens",
+    "num_train_epochs", "model",
+)  # fmt: skip
+_MODEL = (
+    "n_layer", "n_head", "n_embd", "n_positions", "n_inner", "vocab_size", "activation_function", "tie_word_embeddings",
+    "resid_pdrop", "embd_pdrop", "attn_pdrop", "layer_norm_epsilon", "initializer_range", "scale_attn_weights",
+    "scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn",
+)  # fmt: skip
+_RECORD_FILES = ("metrics.jsonl", "run.json")
+
+
+def read_runs(paths: Sequence[str | Path], tokens_per_step: Sequence[int] = ()) -> list[PastRun]:
+    """Reads run folders and logs, and gives the runs names that differ.
+
+    tokens_per_step: for the logs, one for all or one for each in their order. Raises UserError with all problems.
+    """
+    places = [Path(path) for path in paths]
+    logs = [path for path in places if path.is_file() and path.name not in _RECORD_FILES]
+    problems = [f"tokens_per_step={value}: must be greater than 0" for value in tokens_per_step if value < 1]
+    if len(tokens_per_step) not in (0, 1, len(logs)):
+        problems.append(f"tokens_per_step: {len(tokens_per_step)} values for {len(logs)} logs; give one, or one each")
+    stated = dict(zip(logs, [*tokens_per_step] * (len(logs) if len(tokens_per_step) == 1 else 1), strict=False))
+    runs = []
+    for path in places:
+        try:
+            runs.append(_read_run(path, stated.get(path)))
+        except UserError as error:
+            problems += error.problems
+        except OSError as error:
+            problems.append(f"run {path}: cannot be read ({error.strerror})")
+    if problems:
+        raise UserError(*problems)
+    _make_names_unique(runs)
+    return runs
+
+
+def _read_run(path: Path, tokens_per_step: int | None) -> PastRun:
+    if path.is_dir():
+        return read_folder(path)
+    if path.name in _RECORD_FILES and path.is_file():
+        return read_folder(path.parent)
+    if path.exists():
+        return read_log(path, tokens_per_step)
+    raise UserError(f"run {path}: no such folder or file; give a run's output_dir, or a console log")
+
+
+def _make_names_unique(runs: list[PastRun]) -> None:
+    names = [run.name for run in runs]
+    taken: set[str] = set()
+    for run in runs:
+        name = run.name if names.count(run.name) == 1 else "/".join(Path(run.path).absolute().parts[-2:])
+        candidates = [name, *(f"{name} ({n})" for n in range(2, len(runs) + 2))]
+        run.name = next(candidate for candidate in candidates if candidate not in taken)
+        taken.add(run.name)
+
+
+def read_folder(path: Path) -> PastRun:
+    """Reads a run folder; broken lines are skipped and counted. Raises UserError where there is no run."""
+    folder = RunFolder(path)
+    if not (folder.metrics.is_file() or folder.run_json.is_file()):
+        inside = sorted(p.name for p in path.iterdir() if RunFolder(p).metrics.is_file())
+        fix = f"give one of those in it: {', '.join(inside[:5])}" if inside else "give a run's output_dir"
+        raise UserError(f"run {path}: no run.json or metrics.jsonl in this folder; {fix}")
+    run = PastRun(path.resolve().name, str(path), "run folder")
+    _read_facts(run, folder)
+    broken = 0
+    for record in _read_lines(folder.metrics):
+        if record is None or not isinstance(record.get("step"), int) or isinstance(record["step"], bool):
+            broken += 1
+        elif "event" in record:
+            run.events.append(record)
+        elif "eval_loss" in record:
+            add_record(run.evaluations, record)
+        elif "loss" in record:
+            add_record(run.training, record)
+    if broken:
+        run.notes.append(f"{broken} broken line{'s' if broken > 1 else ''} of metrics.jsonl skipped")
+    for line in _read_lines(folder.ledger):
+        if line is not None and isinstance(line.get("step"), int) and isinstance(line.get("batch_hash"), str):
+            run.hashes[line["step"]] = line["batch_hash"]
+    if not run.training and not run.evaluations:
+        run.notes.append("no training record yet")
+    _apply_changes(run)
+    return run
+
+
+def _read_lines(path: Path) -> Iterator[dict[str, Any] | None]:
+    """The objects of a JSON lines file; None for a line that is not one."""
+    for line in path.read_bytes().splitlines() if path.is_file() else ():
+        try:
+            value = json.loads(line) if line.strip() else {}
+        except (ValueError, RecursionError):
+            value = None
+        if value != {}:
+            yield value if isinstance(value, dict) else None
+
+
+def _read_facts(run: PastRun, folder: RunFolder) -> None:
+    try:
+        facts = json.loads(read_text_file(folder.run_json), parse_constant=lambda _: None)
+        config, run.model, run.plan, run.data = (dict(facts.pop(key)) for key in ("config", "model", "plan", "data"))
+        run.facts = facts
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        problem = "cannot be read" if folder.run_json.is_file() else "is missing"
+        run.notes.append(f"run.json {problem}: settings and model are not known")
+        return
+    for key in ("vocab_size", "parameters", "parameters_without_positions"):
+        if number(run.model.get(key)) is None:
+            run.model.pop(key, None)
+    for key in ("micro_batch", "sequence_length", "accumulation", "processes", "tokens_per_step", "max_steps"):
+        value = number(run.plan.get(key))
+        run.plan[key] = int(value) if value and value >= 1 else None
+    run.settings = _resolve_settings(config, run)
+    run.flops_per_token = _flops_per_token(run.model, run.plan["sequence_length"])
+
+
+def _resolve_settings(config: dict[str, Any], run: PastRun) -> dict[str, Any]:
+    """All settings by name: the stated ones over the defaults, and what the run chose for "auto" and None."""
+    settings: dict[str, Any] = {spec.name: spec.default for spec in dataclasses.fields(PretrainConfig)} | config
+    plan = run.plan
+    if settings["min_learning_rate"] is None and number(settings["learning_rate"]):
+        settings["min_learning_rate"] = 0.1 * settings["learning_rate"]
+    if settings["optim"] == "muon" and settings["muon_learning_rate"] is None:
+        settings["muon_learning_rate"] = settings["learning_rate"]
+    if settings["per_device_eval_batch_size"] is None:
+        settings["per_device_eval_batch_size"] = plan["micro_batch"]
+    chosen = {
+        "per_device_train_batch_size": plan["micro_batch"],
+        "gradient_accumulation_steps": plan["accumulation"],
+        **{key: plan[key] for key in ("processes", "tokens_per_step", "max_steps")},
+        "mixed_precision": _choice(plan, "precision", "name"),
+        "torch_compile": _choice(plan, "torch_compile", "enabled"),
+        **{key: run.facts.get(key) for key in ("device", "git_revision")},
+        "text": run.data.get("tokens_hash") or run.data.get("dataset.commit") or run.data.get("dataset.hash"),
+        "held_out": run.data.get("held_out.hash"),
+        "tokenizer_hash": run.data.get("tokenizer"),
+        **{f"model.{key}": run.model.get(key) for key in _MODEL},
+    }
+    versions = run.facts.get("versions")
+    chosen |= {f"version of {k}": v for k, v in versions.items()} if isinstance(versions, dict) else {}
+    settings |= {key: value for key, value in chosen.items() if value is not None}
+    return {key: value for key, value in settings.items() if key not in _NOT_COMPARED}
+
+
+def _choice(plan: dict[str, Any], key: str, inner: str) -> str | bool | None:
+    value = plan[key].get(inner) if isinstance(plan.get(key), dict) else None
+    return value if isinstance(value, str | bool) else None
+
+
+def _apply_changes(run: PastRun) -> None:
+    """Settings that a resume or an out-of-memory retry changed hold both values: "0.1; 0.2 from step 500 on"."""
+    for event in run.events:
+        changes: Any = event.get("changed_settings")
+        changes = changes.items() if isinstance(changes, dict) else ()
+        now = {key: change["to"] for key, change in changes if isinstance(change, dict) and "to" in change}
+        if event["event"] == "oom_retry":
+            keys = {"per_device_train_batch_size": "micro_batch", "gradient_accumulation_steps": "accumulation"}
+            now = {key: event[name] for key, name in keys.items() if name in event}
+        for key, value in now.items():
+            if key in run.settings:
+                run.settings[key] = f"{run.settings[key]}; {value} from step {event['step']} on"
+
+
+def _flops_per_token(model: dict[str, Any], sequence_length: int | None) -> float | None:
+    """Training FLOPs per token of a model given by GPT-2's fields; None where one is missing or makes no sense."""
+    fields: Any = SimpleNamespace(**{"n_inner": None, "tie_word_embeddings": True, **model})
+    try:
+        return number(training_flops_per_token(fields, sequence_length))  # type: ignore[arg-type]
+    except (AttributeError, TypeError, OverflowError):
+        return None

@@ -1,0 +1,119 @@
+"""A report on the screen, and as a Markdown file with its plots beside it."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table as Grid
+
+from hfgpt.comparing.plots import PLOT_NAMES
+from hfgpt.comparing.report import Report, Row
+from hfgpt.errors import UserError
+
+WIDTH = 100  # of the screen; more than four runs take more
+_LABELS, _COLUMN = 34, 16  # widths of the labels, and of a run's column at least
+_NOTES = 3  # of a pair, and of the whole report, where it is to be short
+
+
+def as_text(report: Report, verbose: bool = False) -> str:
+    """The report for a terminal: in short, or all of it."""
+    screen = io.StringIO()
+    width = max(WIDTH, _LABELS + _COLUMN * len(report.names))
+    # Plain text: nothing in a name or a setting is markup.
+    console = Console(file=screen, width=width, color_system=None, markup=False, emoji=False, highlight=False)
+    console.print(_grid([Row("", report.names, False)]))
+    for title, rows in report.all_tables:
+        if shown := [row for row in rows if verbose or not row.is_detail]:
+            console.print(f"\n{title}")
+            console.print(_grid(shown))
+    console.print("", *report.footnotes, sep="\n")
+    for title, verdict in report.verdicts:
+        console.print(f"\n{title}: {verdict.summary}")
+        console.print(_bullets(verdict.evidence + _shortened(verdict.notes, verbose)))
+    for title, lines in (("events", report.events if verbose else []), ("notes", _shortened(report.notes, verbose))):
+        if lines:
+            console.print(f"\n{title}")
+            console.print(_bullets(lines))
+    if verbose:
+        console.print(f"\n{report.explanation}")
+    return "\n".join(line.rstrip() for line in screen.getvalue().splitlines()).strip("\n")
+
+
+def _grid(rows: Sequence[Row]) -> Grid:
+    grid = Grid.grid(expand=True, padding=(0, 1, 0, 0))
+    grid.add_column(width=_LABELS, overflow="fold")
+    for _ in rows[0].cells:
+        grid.add_column(ratio=1, overflow="fold")
+    for label, cells, _ in rows:
+        grid.add_row(f"  {label}", *cells)
+    return grid
+
+
+def _bullets(lines: Sequence[str]) -> Grid:
+    grid = Grid.grid(padding=(0, 1, 0, 0))
+    for line in lines:
+        grid.add_row("  -", line)
+    return grid
+
+
+def _shortened(notes: list[str], verbose: bool) -> list[str]:
+    more = len(notes) - _NOTES
+    return notes if verbose or more <= 0 else [*notes[:_NOTES], f"{more} more with --verbose"]
+
+
+def write_report(path: Path, report: Report) -> list[Path]:
+    """Writes the whole report as Markdown, its plots beside it under the same stem; returns all files, the report last.
+
+    Raises UserError where they cannot be written.
+    """
+    if path.is_dir():
+        raise UserError(f"output={path}: is a folder; name a file, such as {path / 'report.md'}")
+    if path.suffix.lower() not in (".md", ".markdown"):
+        raise UserError(f"output={path}: the report is Markdown; name a file that ends in .md")
+    files = {name: path.with_name(f"{path.stem}_{name}.png") for name in PLOT_NAMES}
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        for file in files.values():
+            file.unlink(missing_ok=True)  # a plot of an earlier report would seem to belong to this one
+        for plot in report.plots:
+            files[plot.name].write_bytes(plot.png)
+        text = as_markdown(report, {name: file.name for name, file in files.items()})
+        path.write_text(text, encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise UserError(f"output={path}: cannot be written ({error.strerror}); name another place") from None
+    return [*(files[plot.name] for plot in report.plots), path]
+
+
+def as_markdown(report: Report, plot_files: dict[str, str]) -> str:
+    """The whole report; plot_files: the file of each plot by the plot's name."""
+    names = [_escape(name) for name in report.names]
+    lines = [f"# {' against '.join(names)}", ""]
+    for title, verdict in report.verdicts:
+        lines += [f"**{_escape(title)}: {_escape(verdict.summary)}.**", ""]
+        lines += [*(f"- {_escape(line)}" for line in verdict.evidence + verdict.notes), ""]
+    for plot in report.plots:
+        lines += [f"![{plot.title}]({plot_files[plot.name].replace(' ', '%20')})", ""]
+    for title, text in report.samples:
+        lines += [f"## {_escape(title)}", "", *(f"    {line}" for line in text.splitlines()), ""]
+    for title, rows in report.all_tables:
+        if rows:
+            lines += [
+                f"## {title[0].upper()}{title[1:]}",
+                "",
+                f"| | {' | '.join(names)} |",
+                "|---|" + "---|" * len(names),
+            ]
+            lines += [*(f"| {' | '.join(map(_escape, [row.label, *row.cells]))} |" for row in rows), ""]
+    for title, items in (("Events", report.events), ("Notes", report.footnotes + report.notes)):
+        if items:
+            lines += [f"## {title}", "", *(f"- {_escape(item)}" for item in items), ""]
+    return "\n".join([*lines, *([report.explanation, ""] if report.explanation else [])])
+
+
+def _escape(text: str) -> str:
+    for character in "\\|*_<":
+        text = text.replace(character, f"\\{character}")
+    return " ".join(text.split())

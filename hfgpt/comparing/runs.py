@@ -1,0 +1,119 @@
+"""A run as it can be compared: its settings, records and ledger, whatever they were read from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+
+def number(value: Any) -> float | None:
+    """`value` if it is a finite number, and not beyond anything a run could measure, else None."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        return float(value) if abs(value) < 1e100 else None
+    except OverflowError:
+        return None
+
+
+def count(value: Any) -> int | None:
+    """`value` if it is a whole number from 1 on, else None."""
+    known = number(value)
+    return int(known) if known is not None and known >= 1 and known == int(known) else None
+
+
+@dataclass
+class PastRun:
+    """A finished or running run. Records have the keys of metrics.jsonl.
+
+    training, evaluations: one record per step, steps rising; `step` counts updates: the loss of step N is that of the
+        Nth update's text before the update, an evaluation at N is of the model after N updates.
+    settings: with defaults filled in and "auto" resolved; empty where they are not known.
+    hashes: step -> batch hash, from the ledger.
+    notes: what a reader should know about the reading, such as lines that were skipped.
+    """
+
+    name: str
+    path: str
+    kind: str  # "run folder", or the format of a log
+    training: list[dict[str, Any]] = field(default_factory=list)
+    evaluations: list[dict[str, Any]] = field(default_factory=list)
+    events: list[dict[str, Any]] = field(default_factory=list)
+    settings: dict[str, Any] = field(default_factory=dict)
+    model: dict[str, Any] = field(default_factory=dict)
+    plan: dict[str, Any] = field(default_factory=dict)
+    data: dict[str, Any] = field(default_factory=dict)
+    facts: dict[str, Any] = field(default_factory=dict)  # the rest of run.json
+    hashes: dict[int, str] = field(default_factory=dict)
+    flops_per_token: float | None = None
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def tokens_per_step(self) -> int | None:
+        return self.plan.get("tokens_per_step")
+
+    @property
+    def processes(self) -> int:
+        return self.plan.get("processes") or 1
+
+    @property
+    def device(self) -> Any:
+        return self.facts.get("device") or self.settings.get("device")
+
+    @property
+    def state(self) -> str:
+        """In plain words: finished, in progress, or how it ended."""
+        if self.kind != "run folder":
+            return "log"
+        last = next((e for e in reversed(self.events) if e.get("event") in ("start", "resume", "end")), None)
+        if last is None or last["event"] != "end":
+            return "in progress, or killed" if self.training or last else "nothing recorded yet"
+        if last.get("fault"):
+            return f"ended: {last['fault']}"
+        planned, step = self.plan.get("max_steps"), last.get("step")
+        return f"ended at step {step} of {planned}" if planned and step and step < planned else "finished"
+
+    def curve(self, key: str, axis: str = "step") -> pd.Series:
+        """The values of `key` by `axis`, where both are known.
+
+        axis: "step", "num_input_tokens_seen", "flops" or "wall_seconds". Keys that begin with `eval_` come from the
+        evaluations, others from training.
+        """
+        records = self.evaluations if key.startswith("eval_") else self.training
+        pairs = ((self._place(record, axis), number(record.get(key))) for record in records)
+        known = np.array([pair for pair in pairs if None not in pair], dtype=float).reshape(-1, 2)
+        curve = pd.Series(known[:, 1], index=known[:, 0])
+        return curve[~curve.index.duplicated()]
+
+    def _place(self, record: dict[str, Any], axis: str) -> float | None:
+        if axis != "flops":
+            return number(record.get(axis))
+        tokens = number(record.get("num_input_tokens_seen"))
+        return None if tokens is None or self.flops_per_token is None else tokens * self.flops_per_token
+
+    def reach(self, axis: str) -> float | None:
+        """How far the run has come on `axis` with a finite loss."""
+        curves = (self.curve("loss", axis), self.curve("eval_loss", axis))
+        return max((float(curve.index[-1]) for curve in curves if len(curve)), default=None)
+
+    def median(self, key: str) -> float | None:
+        """The median over the training records."""
+        values = self.curve(key)
+        return float(values.median()) if len(values) else None
+
+    def newest(self, key: str) -> Any:
+        return next((record[key] for record in reversed(self.training) if record.get(key) is not None), None)
+
+
+def add_record(records: list[dict[str, Any]], record: dict[str, Any]) -> None:
+    """Append a record in place of what a resumed run repeats: records of its step and later ones."""
+    drop_from(records, record["step"])
+    records.append(record)
+
+
+def drop_from(records: list[dict[str, Any]], step: int) -> None:
+    while records and records[-1]["step"] >= step:
+        records.pop()
