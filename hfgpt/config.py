@@ -1,34 +1,27 @@
-"""`PretrainConfig`: every setting of a run, read from a recipe, a YAML file and the command line, checked in one go."""
+"""`PretrainConfig`: every setting of a run, checked in one go. config_layers.py merges recipe, files and flags."""
 
 from __future__ import annotations
 
-import argparse
-import contextlib
 import dataclasses
-import difflib
-import glob
-import logging
 import math
 import re
 import typing
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple, NoReturn
+from typing import Any, ClassVar, Literal
 
+from hfgpt.batch import Batch
+from hfgpt.config_layers import LENGTHS, GaveWay, drop_of_another, merge_layers, read_flags, stated_size
 from hfgpt.distributed.launcher import rank_and_world_size
 from hfgpt.errors import UserError
-from hfgpt.field_types import NO_VALUE, NOT_CONVERTIBLE, convert, describe, read_yaml, shown
+from hfgpt.field_types import AUTO, NOT_CONVERTIBLE, convert, describe, shown
 from hfgpt.files import local_path
 from hfgpt.model.configuration_gpt2 import MODEL_SIZES, model_fields
 
 Auto = Literal["auto"]
-AUTO = "auto"
 Schedule = Literal["cosine_with_min_lr", "warmup_stable_decay", "linear", "constant", "constant_with_warmup"]
-_LENGTHS = ("max_steps", "max_tokens", "num_train_epochs")
 _WITH_MIN_LR = ("cosine_with_min_lr", "warmup_stable_decay")
-# Settings of a recipe that describe its own dataset or weights. They do not apply to another dataset or other weights.
-_OF_ANOTHER = {"dataset": ("dataset_name", "dataset_split", "dataset_revision"), "init_from": ("model", "tokenizer")}
 # Settings that can only be checked against the text itself.
 OF_THE_TEXT = ("dataset_name", "dataset_split", "dataset_revision", "text_column", "eval_dataset", "document_masking")
 
@@ -50,71 +43,10 @@ _RULES: dict[str, Callable[[Any], bool]] = {
     NAME: bool,
 }
 MOST_CANDIDATES = 2**14  # sizes tried for the list of those that fit
-MOST_UNKNOWN = 20  # unknown settings listed in one message
 
 
 def _f(default: Any, help: str, must: str | None = None) -> Any:
     return field(default=default, metadata={"help": help, "must": must})
-
-
-logger = logging.getLogger(__name__)
-
-
-class _Parser(argparse.ArgumentParser):
-    """An argument parser that reports errors in one line."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"{shown(message)}; see --help")
-
-
-@dataclass(frozen=True)
-class Batch:
-    """The arithmetic of one step: tokens_per_step = micro_batch x sequence_length x accumulation x processes."""
-
-    micro_batch: int
-    sequence_length: int
-    accumulation: int
-    processes: int
-
-    @property
-    def blocks_per_step(self) -> int:
-        return self.micro_batch * self.accumulation * self.processes
-
-    def splits(self) -> list[Batch]:
-        """All ways to cut the same step on the same processes, from the smallest micro-batch."""
-        blocks = self.micro_batch * self.accumulation
-        small = [size for size in range(1, math.isqrt(blocks) + 1) if blocks % size == 0]
-        sizes = sorted({*small, *(blocks // size for size in small)})
-        return [dataclasses.replace(self, micro_batch=size, accumulation=blocks // size) for size in sizes]
-
-    def halved(self) -> Batch | None:
-        """The same step with half the micro-batch, or the next smaller one that fits it; None at one block."""
-        return max(
-            (cut for cut in self.splits() if 2 * cut.micro_batch <= self.micro_batch),
-            key=lambda cut: cut.micro_batch,
-            default=None,
-        )
-
-    @property
-    def tokens_per_step(self) -> int:
-        return self.blocks_per_step * self.sequence_length
-
-    def describe(self) -> str:
-        return (
-            f"{self.tokens_per_step:,} tokens = micro-batch {self.micro_batch} x sequence {self.sequence_length} x "
-            f"accumulation {self.accumulation} x processes {self.processes}"
-        )
-
-
-class GaveWay(NamedTuple):
-    """A recipe's value that conflicts with the user's settings, and the value used instead."""
-
-    recipe: Any
-    now: Any
-
-    def __str__(self) -> str:
-        now = "left out" if self.now is None else self.now
-        return f"{now}, because the recipe's {self.recipe} conflicts with your settings"
 
 
 @dataclass(frozen=True)
@@ -255,50 +187,12 @@ class PretrainConfig:
         argv: the command line; default `sys.argv`. If a flag is repeated, the last one counts, with a warning.
         for_model: more defaults, by the name of the model size that they apply to.
         """
-        parser = _Parser(allow_abbrev=False, argument_default=argparse.SUPPRESS)
-        options: dict[str, Any] = {"action": "append", "nargs": "?"}  # append, to notice repeated flags
-        help_ = "YAML file with the same keys; may be repeated, later files win"
-        parser.add_argument("--config", metavar="FILE.yaml", const="", help=help_, **options)
-        for spec in dataclasses.fields(cls):
-            default = (defaults or {}).get(spec.name, spec.default)
-            text = f"{spec.metadata['help']} (default: {default})".replace("%", "%%").strip()
-            alone = "true" if "bool" in str(spec.type) else NO_VALUE  # what a flag without a value means
-            parser.add_argument(f"--{spec.name}", metavar="VALUE", const=alone, help=text, **options)
-        known, unknown = parser.parse_known_args(argv)
-        given = vars(known)
-        files = [read_yaml(path) for path in given.pop("config", [])]
-        command_line: dict[str, Any] = {key: values[-1] for key, values in given.items()}
-        for key, values in given.items():
-            if any(value != values[-1] for value in values) and rank_and_world_size()[0] == 0:
-                counted = f"given {len(values)} times; using the last: {shown(values[-1])}"
-                logger.warning("--%s: %s", key, counted)
-        value_follows = False
-        for argument in unknown:
-            if argument.startswith("--"):
-                command_line[argument[2:].split("=")[0]] = None
-            elif not value_follows:
-                raise UserError(f"{shown(argument)}: not a flag; write settings as --key value")
-            value_follows = argument.startswith("--") and "=" not in argument
-        layers = [dict(defaults or {}), *files, command_line]
-        recipe, above = layers[0], {key: value for layer in layers[1:] for key, value in layer.items()}
-        of_another = {}
-        for key, dependent in _OF_ANOTHER.items():
-            if above.get(key) in (None, "none", "null", "None") or above[key] == recipe.get(key):
-                continue
-            if key == "dataset" and not _is_local(str(above[key])):  # perhaps a mirror with the same configurations
-                continue
-            for name in dependent:
-                # A checkpoint's own tokenizer comes with its weights, where it has one.
-                if name in recipe and (name != "tokenizer" or _has_tokenizer(str(above[key]))):
-                    of_another[name] = GaveWay(recipe.pop(name), cls.__dataclass_fields__[name].default)
-        model = next((layer["model"] for layer in reversed(layers) if "model" in layer), None)
-        with contextlib.suppress(*NOT_CONVERTIBLE):
-            model = convert(model, dict[str, Any]).get("size")
-        config = cls.from_layers(*layers[1:], recipe=(recipe, (for_model or {}).get(str(model), {})))
-        changed = {
-            key: values for key, values in of_another.items() if key not in above and values.recipe != values.now
-        }
-        config.gave_way.update(changed)
+        recipe = dict(defaults or {})
+        layers = read_flags(cls, recipe, argv)
+        dropped = drop_of_another(cls, recipe, layers)
+        size = stated_size([recipe, *layers])
+        config = cls.from_layers(*layers, recipe=(recipe, (for_model or {}).get(size, {})))
+        config.gave_way.update(dropped)
         return config
 
     @classmethod
@@ -307,33 +201,17 @@ class PretrainConfig:
 
         recipe: lower layers, whose values are replaced where they conflict with `layers`.
         """
-        merged: dict[str, Any] = {}
-        for layer in (*(recipe or ()), *layers):
-            if any(key in layer for key in _LENGTHS):  # a run has one length: the last one given
-                merged = {key: value for key, value in merged.items() if key not in _LENGTHS}
-            merged.update(layer)
-        names = [spec.name for spec in dataclasses.fields(cls)]
-        problems = []
-        unknown = [key for key in merged if key not in names]
-        for key in unknown[: MOST_UNKNOWN + 1]:
-            near = difflib.get_close_matches(key[:100], names, n=1, cutoff=0.5)
-            problems.append(
-                f"--{shown(key)}: no such setting; " + (f"did you mean --{near[0]}?" if near else "see --help")
-            )
-        merged = {key: value for key, value in merged.items() if key in names}
-        if len(unknown) > MOST_UNKNOWN:
-            problems[MOST_UNKNOWN:] = [f"and {len(unknown) - MOST_UNKNOWN:,} more unknown settings"]
-        stated = frozenset(key for layer in layers for key in layer)
-        gave_way = {} if recipe is None else _give_way(cls, merged, stated, recipe[0])
+        merged = merge_layers(cls, list(layers), list(recipe or ()))
+        problems = merged.problems
         try:
-            config = cls(**merged)
+            config = cls(**merged.values)
         except UserError as error:
             problems += error.problems
         if problems:
             raise UserError(*problems)
         if recipe is not None:
-            object.__setattr__(config, "stated", stated)
-            object.__setattr__(config, "gave_way", gave_way)
+            object.__setattr__(config, "stated", merged.stated)
+            object.__setattr__(config, "gave_way", merged.gave_way)
         return config
 
     def is_stated(self, key: str) -> bool:
@@ -436,10 +314,10 @@ class PretrainConfig:
             if must not in (None, PATH) and is_checked and not _RULES[must](value):
                 problems.append(f"{spec.name}={value}: must be {must}")
         sizes_fine = not problems
-        lengths = [key for key in _LENGTHS if getattr(self, key) is not None]
-        if len(lengths) != 1 and unreadable.isdisjoint(_LENGTHS):
+        lengths = [key for key in LENGTHS if getattr(self, key) is not None]
+        if len(lengths) != 1 and unreadable.isdisjoint(LENGTHS):
             given = " and ".join(lengths) or "nothing"
-            problems.append(f"{given} given: set the length of the run by one of {', '.join(_LENGTHS)}")
+            problems.append(f"{given} given: set the length of the run by one of {', '.join(LENGTHS)}")
         if self.min_learning_rate is not None:
             if self.lr_scheduler_type not in _WITH_MIN_LR:
                 problems.append(
@@ -490,98 +368,3 @@ class PretrainConfig:
             except UserError as error:
                 problems += error.problems
         return problems
-
-
-def _give_way(
-    cls: type[PretrainConfig], merged: dict[str, Any], stated: frozenset[str], recipe: dict[str, Any]
-) -> dict[str, GaveWay]:
-    """Change values in `merged` that the user did not set until they fit those that the user did.
-
-    A problem's text names the settings that conflict; the first of them that the user did not set gets another value.
-    Problems of the recipe alone remain.
-    """
-    defaults = {spec.name: spec.default for spec in dataclasses.fields(cls)}
-    open_keys = [key for key in defaults if key not in stated]
-    gave_way: dict[str, GaveWay] = {}
-    left = {_kind(problem) for problem in _problems_of(cls, recipe)}
-    while problem := next((one for one in _problems_of(cls, merged) if _kind(one) not in left), None):
-        values = {**defaults, **merged}
-        named = [key for key in re.findall(r"\w+", problem) if key in open_keys]
-        tries = ((key, value) for key in named for value in _alternatives(key, values, defaults[key]))
-        for key, value in tries:
-            if _kind(problem) not in map(_kind, _problems_of(cls, {**merged, key: value})):
-                gave_way[key] = GaveWay(values[key], value)
-                merged[key] = value
-                open_keys.remove(key)
-                break
-        else:
-            left.add(_kind(problem))
-    return gave_way
-
-
-def _problems_of(cls: type[PretrainConfig], values: dict[str, Any]) -> tuple[str, ...]:
-    try:
-        cls(**{key: value for key, value in values.items() if key in cls.__dataclass_fields__})
-    except UserError as error:
-        return error.problems
-    return ()
-
-
-def _kind(problem: str) -> str:
-    """Return a problem's text without values and hints, to compare problems."""
-    return re.sub(r"=\S+|\d\S*", "", problem.split(";")[0])
-
-
-def _alternatives(key: str, values: dict[str, Any], default: Any) -> list[Any]:
-    """Return values to try for a setting that the user did not set: the nearest that fit, or the default."""
-    with contextlib.suppress(UserError, *NOT_CONVERTIBLE):  # the other values may be invalid themselves
-        sequence_length, given = convert(values["sequence_length"], int), values["per_device_train_batch_size"]
-        micro_batch = 1 if given == AUTO else convert(given, int)
-        blocks = sequence_length * rank_and_world_size()[1]  # tokens of one block on each process
-        if key == "sequence_length":
-            return [model_fields(_model(values)).get("n_positions", 1024)]
-        if key == "model":
-            return [{**_model(values), "n_positions": sequence_length}]
-        if key == "tokens_per_step":
-            passes = convert(values[key], int) / (micro_batch * blocks)
-            return [max(1, round(passes)) * micro_batch * blocks, default]
-        if key == "per_device_train_batch_size" and given != AUTO:
-            wanted = convert(values["tokens_per_step"], int) // blocks
-            return [size for size in range(min(micro_batch, wanted), 0, -1) if wanted % size == 0] or [default]
-        if key == "learning_rate":
-            return [convert(values["min_learning_rate"], float)]
-        if key == "lr_scheduler_type":
-            return ["constant_with_warmup", default]
-        if key == "stream_timeout":
-            return [convert(values["ddp_timeout"], float) / 2]
-        if key == "ddp_timeout":
-            return [2 * convert(values["stream_timeout"], float)]
-    return [default]
-
-
-def _model(values: dict[str, Any]) -> dict[str, Any]:
-    model = "gpt2-125m" if values["model"] == AUTO else values["model"]
-    return (
-        {"size": model}
-        if isinstance(model, str) and not model.lstrip().startswith("{")
-        else convert(model, dict[str, Any])
-    )
-
-
-def _is_local(dataset: str) -> bool:
-    return dataset == "embedded" or glob.has_magic(dataset) or _exists(dataset)
-
-
-def _exists(path: str) -> bool:
-    """Whether there is such a file or folder. Impossible names are reported where settings are checked."""
-    try:
-        return Path(path).expanduser().exists()
-    except (OSError, ValueError, RuntimeError):
-        return False
-
-
-def _has_tokenizer(init_from: str) -> bool:
-    """Whether these weights come with a tokenizer. Hub repositories are assumed to have one."""
-    from hfgpt.data.tokenization import has_tokenizer
-
-    return not _exists(init_from) or has_tokenizer(Path(init_from).expanduser())

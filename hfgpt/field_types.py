@@ -16,6 +16,7 @@ import yaml
 from hfgpt.errors import UserError
 from hfgpt.files import local_path, read_text_file
 
+AUTO = "auto"
 NOT_CONVERTIBLE = (ValueError, TypeError, OverflowError)
 NO_VALUE: list[Any] = []  # of a flag that stands alone; no setting is a list
 WHOLE_BELOW = 2**63  # what JSON readers, torch and numpy hold

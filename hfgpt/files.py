@@ -40,3 +40,8 @@ def read_text_file(path: Path) -> str:
     if path.exists() and not path.is_file():
         raise OSError(errno.EINVAL, "it is not a regular file", str(path))
     return path.read_text(encoding="utf-8")
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether a folder has the files of a tokenizer."""
+    return any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json"))

@@ -7,7 +7,8 @@ import itertools
 import pytest
 import yaml
 
-from hfgpt.config import Batch, PretrainConfig
+from hfgpt.batch import Batch
+from hfgpt.config import PretrainConfig
 from hfgpt.errors import UserError
 from hfgpt.model.configuration_gpt2 import model_config
 from hfgpt.training.lr_schedule import LearningRate

@@ -16,7 +16,7 @@ import numpy as np
 import xxhash
 from transformers import PreTrainedTokenizerFast
 
-from hfgpt.config import AUTO, PretrainConfig
+from hfgpt.config import PretrainConfig
 from hfgpt.data.document_stream import DocumentStream
 from hfgpt.data.encoding import LOSSES, Document, Encoder, make_repeatable
 from hfgpt.data.held_out import HeldOut, hold_out, no_documents, source_options
@@ -24,9 +24,11 @@ from hfgpt.data.memory_blocks import MemoryBlocks
 from hfgpt.data.permutation import permutation
 from hfgpt.data.remote import check_hub, model_files
 from hfgpt.data.sources import Source, open_source, read_documents, text_hash
-from hfgpt.data.tokenization import has_tokenizer, load_tokenizer
+from hfgpt.data.tokenization import load_tokenizer
 from hfgpt.data.units import IN_MEMORY_BYTES
 from hfgpt.errors import UserError
+from hfgpt.field_types import AUTO
+from hfgpt.files import has_tokenizer
 from hfgpt.model.configuration_gpt2 import model_fields
 
 CHARACTER_SCAN_BYTES = 256 * 2**20

@@ -8,11 +8,12 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
-from hfgpt.config import AUTO, PretrainConfig
+from hfgpt.config import PretrainConfig
 from hfgpt.data import embedded
 from hfgpt.data.local_files import local_files
 from hfgpt.data.prepare import TextData, prepare_data
 from hfgpt.errors import UserError
+from hfgpt.field_types import AUTO
 
 
 def prepare_data_of_run(

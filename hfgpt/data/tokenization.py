@@ -105,10 +105,6 @@ def _check_saved(tokenizer: PreTrainedTokenizerFast, name: str) -> None:
         )
 
 
-def has_tokenizer(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json"))
-
-
 def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: str | os.PathLike[str]) -> None:
     """Writes tokenizer.json and tokenizer_config.json so that stock transformers 4 and 5 load equal ids.
 

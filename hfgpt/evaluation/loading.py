@@ -11,10 +11,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hfgpt.data.encoding import make_repeatable
 from hfgpt.data.remote import model_files
-from hfgpt.data.tokenization import has_tokenizer
 from hfgpt.distributed.device import default_device
 from hfgpt.errors import UserError, one_line
-from hfgpt.files import read_text_file
+from hfgpt.files import has_tokenizer, read_text_file
 from hfgpt.model.configuration_gpt2 import model_rows
 from hfgpt.model.modeling_gpt2 import GPT2LMHeadModel
 from hfgpt.model.pretrained import load_model, read_config

@@ -9,9 +9,9 @@ from torch import nn
 from transformers import PreTrainedTokenizerFast
 
 from hfgpt.checkpointing.checkpoint import MANIFEST, MODEL_FILES, find_damage, refuse_existing, write_folder
-from hfgpt.data.tokenization import has_tokenizer, load_tokenizer, save_tokenizer
+from hfgpt.data.tokenization import load_tokenizer, save_tokenizer
 from hfgpt.errors import UserError
-from hfgpt.files import read_text_file
+from hfgpt.files import has_tokenizer, read_text_file
 from hfgpt.hub.model_card import export_card, plain_card
 from hfgpt.model.configuration_gpt2 import fields_of
 from hfgpt.model.flops import parameter_counts

@@ -19,10 +19,9 @@ from hfgpt.checkpointing.checkpoint import MANIFEST, MODEL_FILES, find_damage
 from hfgpt.checkpointing.training_state import STATE, read_state
 from hfgpt.config import PretrainConfig
 from hfgpt.data import prepare_data_of_run
-from hfgpt.data.tokenization import has_tokenizer
 from hfgpt.errors import UserError
 from hfgpt.evaluation.loss import scored_blocks, windows
-from hfgpt.files import read_text_file
+from hfgpt.files import has_tokenizer, read_text_file
 from hfgpt.model.configuration_gpt2 import model_rows
 
 logger = logging.getLogger(__name__)

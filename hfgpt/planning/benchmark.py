@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from hfgpt.config import Batch, PretrainConfig
+from hfgpt.batch import Batch
+from hfgpt.config import PretrainConfig
 from hfgpt.distributed.compiler import choose_compile
 from hfgpt.distributed.device import default_device, device_name, start_accelerator
 from hfgpt.distributed.device_peaks import Peak, device_peak

@@ -10,7 +10,8 @@ from typing import Any
 
 from transformers import GPT2Config
 
-from hfgpt.config import Batch, PretrainConfig
+from hfgpt.batch import Batch
+from hfgpt.config import PretrainConfig
 from hfgpt.distributed import compiler, cpu
 from hfgpt.distributed import device as machine
 from hfgpt.distributed.compiler import CompileChoice

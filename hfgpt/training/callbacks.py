@@ -30,7 +30,8 @@ from transformers.trainer_callback import (
     TrainerState,
 )
 
-from hfgpt.config import Batch, PretrainConfig
+from hfgpt.batch import Batch
+from hfgpt.config import PretrainConfig
 from hfgpt.distributed.ranks import Ranks
 from hfgpt.errors import UserError
 from hfgpt.evaluation.loss import perplexity

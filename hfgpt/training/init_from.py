@@ -10,11 +10,13 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from hfgpt.checkpointing.training_state import read_state
-from hfgpt.config import AUTO, PretrainConfig
+from hfgpt.config import PretrainConfig
 from hfgpt.data.remote import model_files, pinned_name
-from hfgpt.data.tokenization import has_tokenizer, load_tokenizer
+from hfgpt.data.tokenization import load_tokenizer
 from hfgpt.distributed.ranks import Ranks
 from hfgpt.errors import UserError
+from hfgpt.field_types import AUTO
+from hfgpt.files import has_tokenizer
 from hfgpt.model.configuration_gpt2 import ARCHITECTURE_FIELDS, fields_of, model_fields
 from hfgpt.model.pretrained import fit_vocabulary, load_model, read_config
 

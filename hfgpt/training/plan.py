@@ -15,7 +15,8 @@ import torch
 from transformers import GPT2Config
 
 from hfgpt import __version__
-from hfgpt.config import Batch, PretrainConfig
+from hfgpt.batch import Batch
+from hfgpt.config import PretrainConfig
 from hfgpt.distributed.compiler import CompileChoice
 from hfgpt.distributed.device import Precision
 from hfgpt.errors import UserError

@@ -8,9 +8,10 @@ from typing import Any
 
 from accelerate import Accelerator
 
+from hfgpt.batch import Batch
 from hfgpt.checkpointing.run_folder import RunFolder
 from hfgpt.checkpointing.saver import Saver
-from hfgpt.config import Batch, PretrainConfig
+from hfgpt.config import PretrainConfig
 from hfgpt.data import TextData
 from hfgpt.data.stream import StepBatch
 from hfgpt.distributed.device import Precision

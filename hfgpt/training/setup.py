@@ -12,11 +12,12 @@ from pathlib import Path
 
 from transformers import TrainerCallback
 
+from hfgpt.batch import Batch
 from hfgpt.checkpointing.checkpoint import find_checkpoint
 from hfgpt.checkpointing.run_folder import RunFolder
 from hfgpt.checkpointing.saver import Saver
 from hfgpt.checkpointing.training_state import read_state
-from hfgpt.config import AUTO, Batch, PretrainConfig
+from hfgpt.config import PretrainConfig
 from hfgpt.data import TextData, prepare_data, prepare_data_of_run
 from hfgpt.data.loader import iterate
 from hfgpt.distributed.compiler import choose_compile
@@ -25,6 +26,7 @@ from hfgpt.distributed.fsdp2 import take_fsdp_request
 from hfgpt.distributed.ranks import Ranks
 from hfgpt.distributed.stop_signals import Interrupted, StopSignals
 from hfgpt.errors import RunError, UserError
+from hfgpt.field_types import AUTO
 from hfgpt.hub.push import check_push
 from hfgpt.model.memory import training_memory
 from hfgpt.training.batch_size import find_fastest_split, find_recorded_split

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from hfgpt.config import Batch
+from hfgpt.batch import Batch
 from hfgpt.distributed.device import seed_random_numbers, step_seed
 from hfgpt.distributed.ranks import Ranks
 from hfgpt.training.lr_schedule import LearningRate

@@ -8,8 +8,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from hfgpt.batch import Batch
 from hfgpt.cli import app
-from hfgpt.config import Batch
 from hfgpt.errors import UserError
 from hfgpt.planning.benchmark import Measured, measure
 from hfgpt.training.out_of_memory import MemoryRanOut

@@ -1,0 +1,232 @@
+"""How settings from a recipe, YAML files and the command line become one set, before `PretrainConfig` checks it.
+
+A recipe's value that conflicts with what the user set is replaced, so that a recipe never refuses the user's settings.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import difflib
+import glob
+import logging
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+
+from hfgpt.distributed.launcher import rank_and_world_size
+from hfgpt.errors import UserError
+from hfgpt.field_types import AUTO, NO_VALUE, NOT_CONVERTIBLE, convert, read_yaml, shown
+from hfgpt.files import has_tokenizer
+from hfgpt.model.configuration_gpt2 import model_fields
+
+if TYPE_CHECKING:
+    from hfgpt.config import PretrainConfig
+
+LENGTHS = ("max_steps", "max_tokens", "num_train_epochs")
+# Settings of a recipe that describe its own dataset or weights. They do not apply to another dataset or other weights.
+_OF_ANOTHER = {"dataset": ("dataset_name", "dataset_split", "dataset_revision"), "init_from": ("model", "tokenizer")}
+MOST_UNKNOWN = 20  # unknown settings listed in one message
+
+Layer = dict[str, Any]
+logger = logging.getLogger(__name__)
+
+
+class GaveWay(NamedTuple):
+    """A recipe's value that conflicts with the user's settings, and the value used instead."""
+
+    recipe: Any
+    now: Any
+
+    def __str__(self) -> str:
+        now = "left out" if self.now is None else self.now
+        return f"{now}, because the recipe's {self.recipe} conflicts with your settings"
+
+
+class Merged(NamedTuple):
+    """Settings of several layers in one, those that the user set, and the recipe's values that were replaced."""
+
+    values: Layer
+    stated: frozenset[str]
+    gave_way: dict[str, GaveWay]
+    problems: list[str]
+
+
+class _Parser(argparse.ArgumentParser):
+    """An argument parser that reports errors in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{shown(message)}; see --help")
+
+
+def read_flags(cls: type[PretrainConfig], defaults: Layer, argv: list[str] | None) -> list[Layer]:
+    """Read the command line: one layer for each `--config` file, and one of the flags.
+
+    defaults: values of the recipe, for `--help`. If a flag is repeated, the last one counts, with a warning.
+    """
+    parser = _Parser(allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    options: dict[str, Any] = {"action": "append", "nargs": "?"}  # append, to notice repeated flags
+    help_ = "YAML file with the same keys; may be repeated, later files win"
+    parser.add_argument("--config", metavar="FILE.yaml", const="", help=help_, **options)
+    for spec in dataclasses.fields(cls):
+        default = defaults.get(spec.name, spec.default)
+        text = f"{spec.metadata['help']} (default: {default})".replace("%", "%%").strip()
+        alone = "true" if "bool" in str(spec.type) else NO_VALUE  # what a flag without a value means
+        parser.add_argument(f"--{spec.name}", metavar="VALUE", const=alone, help=text, **options)
+    known, unknown = parser.parse_known_args(argv)
+    given = vars(known)
+    files = [read_yaml(path) for path in given.pop("config", [])]
+    command_line: Layer = {key: values[-1] for key, values in given.items()}
+    for key, values in given.items():
+        if any(value != values[-1] for value in values) and rank_and_world_size()[0] == 0:
+            logger.warning("--%s: given %d times; using the last: %s", key, len(values), shown(values[-1]))
+    value_follows = False
+    for argument in unknown:  # reported together with all other problems when layers are merged
+        if argument.startswith("--"):
+            command_line[argument[2:].split("=")[0]] = None
+        elif not value_follows:
+            raise UserError(f"{shown(argument)}: not a flag; write settings as --key value")
+        value_follows = argument.startswith("--") and "=" not in argument
+    return [*files, command_line]
+
+
+def drop_of_another(cls: type[PretrainConfig], recipe: Layer, layers: list[Layer]) -> dict[str, GaveWay]:
+    """Remove from `recipe` what describes its own dataset or weights, if the user names others."""
+    stated = {key: value for layer in layers for key, value in layer.items()}
+    dropped = {}
+    for key, dependent in _OF_ANOTHER.items():
+        if stated.get(key) in (None, "none", "null", "None") or stated[key] == recipe.get(key):
+            continue
+        if key == "dataset" and not _is_local(str(stated[key])):  # perhaps a mirror with the same configurations
+            continue
+        for name in dependent:
+            # Weights come with their own tokenizer, unless they have none.
+            if name in recipe and (name != "tokenizer" or _has_tokenizer(str(stated[key]))):
+                dropped[name] = GaveWay(recipe.pop(name), cls.__dataclass_fields__[name].default)
+    return {key: way for key, way in dropped.items() if key not in stated and way.recipe != way.now}
+
+
+def stated_size(layers: list[Layer]) -> str:
+    """Return the name of the model size that the last layer with a `model` names."""
+    model = next((layer["model"] for layer in reversed(layers) if "model" in layer), None)
+    with contextlib.suppress(*NOT_CONVERTIBLE):
+        model = convert(model, dict[str, Any]).get("size")
+    return str(model)
+
+
+def merge_layers(cls: type[PretrainConfig], layers: list[Layer], recipe: list[Layer]) -> Merged:
+    """Merge layers, later ones winning over earlier ones, and all over those of the recipe.
+
+    Unknown settings are problems. Values of the recipe that conflict with `layers` are replaced.
+    """
+    merged: Layer = {}
+    for layer in (*recipe, *layers):
+        if any(key in layer for key in LENGTHS):  # a run has one length: the last one given
+            merged = {key: value for key, value in merged.items() if key not in LENGTHS}
+        merged.update(layer)
+    names = [spec.name for spec in dataclasses.fields(cls)]
+    problems = []
+    unknown = [key for key in merged if key not in names]
+    for key in unknown[: MOST_UNKNOWN + 1]:
+        near = difflib.get_close_matches(key[:100], names, n=1, cutoff=0.5)
+        problems.append(f"--{shown(key)}: no such setting; " + (f"did you mean --{near[0]}?" if near else "see --help"))
+    if len(unknown) > MOST_UNKNOWN:
+        problems[MOST_UNKNOWN:] = [f"and {len(unknown) - MOST_UNKNOWN:,} more unknown settings"]
+    merged = {key: value for key, value in merged.items() if key in names}
+    stated = frozenset(key for layer in layers for key in layer)
+    gave_way = _give_way(cls, merged, stated, recipe[0]) if recipe else {}
+    return Merged(merged, stated, gave_way, problems)
+
+
+def _give_way(
+    cls: type[PretrainConfig], merged: dict[str, Any], stated: frozenset[str], recipe: dict[str, Any]
+) -> dict[str, GaveWay]:
+    """Change values in `merged` that the user did not set until they fit those that the user did.
+
+    A problem's text names the settings that conflict; the first of them that the user did not set gets another value.
+    Problems of the recipe alone remain.
+    """
+    defaults = {spec.name: spec.default for spec in dataclasses.fields(cls)}
+    open_keys = [key for key in defaults if key not in stated]
+    gave_way: dict[str, GaveWay] = {}
+    left = {_kind(problem) for problem in _problems_of(cls, recipe)}
+    while problem := next((one for one in _problems_of(cls, merged) if _kind(one) not in left), None):
+        values = {**defaults, **merged}
+        named = [key for key in re.findall(r"\w+", problem) if key in open_keys]
+        tries = ((key, value) for key in named for value in _alternatives(key, values, defaults[key]))
+        for key, value in tries:
+            if _kind(problem) not in map(_kind, _problems_of(cls, {**merged, key: value})):
+                gave_way[key] = GaveWay(values[key], value)
+                merged[key] = value
+                open_keys.remove(key)
+                break
+        else:
+            left.add(_kind(problem))
+    return gave_way
+
+
+def _problems_of(cls: type[PretrainConfig], values: dict[str, Any]) -> tuple[str, ...]:
+    try:
+        cls(**{key: value for key, value in values.items() if key in cls.__dataclass_fields__})
+    except UserError as error:
+        return error.problems
+    return ()
+
+
+def _kind(problem: str) -> str:
+    """Return a problem's text without values and hints, to compare problems."""
+    return re.sub(r"=\S+|\d\S*", "", problem.split(";")[0])
+
+
+def _alternatives(key: str, values: dict[str, Any], default: Any) -> list[Any]:
+    """Return values to try for a setting that the user did not set: the nearest that fit, or the default."""
+    with contextlib.suppress(UserError, *NOT_CONVERTIBLE):  # the other values may be invalid themselves
+        sequence_length, given = convert(values["sequence_length"], int), values["per_device_train_batch_size"]
+        micro_batch = 1 if given == AUTO else convert(given, int)
+        blocks = sequence_length * rank_and_world_size()[1]  # tokens of one block on each process
+        if key == "sequence_length":
+            return [model_fields(_model(values)).get("n_positions", 1024)]
+        if key == "model":
+            return [{**_model(values), "n_positions": sequence_length}]
+        if key == "tokens_per_step":
+            passes = convert(values[key], int) / (micro_batch * blocks)
+            return [max(1, round(passes)) * micro_batch * blocks, default]
+        if key == "per_device_train_batch_size" and given != AUTO:
+            wanted = convert(values["tokens_per_step"], int) // blocks
+            return [size for size in range(min(micro_batch, wanted), 0, -1) if wanted % size == 0] or [default]
+        if key == "learning_rate":
+            return [convert(values["min_learning_rate"], float)]
+        if key == "lr_scheduler_type":
+            return ["constant_with_warmup", default]
+        if key == "stream_timeout":
+            return [convert(values["ddp_timeout"], float) / 2]
+        if key == "ddp_timeout":
+            return [2 * convert(values["stream_timeout"], float)]
+    return [default]
+
+
+def _model(values: dict[str, Any]) -> dict[str, Any]:
+    model = "gpt2-125m" if values["model"] == AUTO else values["model"]
+    return (
+        {"size": model}
+        if isinstance(model, str) and not model.lstrip().startswith("{")
+        else convert(model, dict[str, Any])
+    )
+
+
+def _is_local(dataset: str) -> bool:
+    return dataset == "embedded" or glob.has_magic(dataset) or _exists(dataset)
+
+
+def _exists(path: str) -> bool:
+    """Whether there is such a file or folder. Impossible names are reported where settings are checked."""
+    try:
+        return Path(path).expanduser().exists()
+    except (OSError, ValueError, RuntimeError):
+        return False
+
+
+def _has_tokenizer(init_from: str) -> bool:
+    """Whether these weights come with a tokenizer. Hub repositories are assumed to have one."""
+    return not _exists(init_from) or has_tokenizer(Path(init_from).expanduser())
