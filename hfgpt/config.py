@@ -314,6 +314,13 @@ class PretrainConfig:
             if must not in (None, PATH) and is_checked and not _RULES[must](value):
                 problems.append(f"{spec.name}={value}: must be {must}")
         sizes_fine = not problems
+        return (
+            problems + self._find_conflicts(unreadable, sizes_fine) + self._find_size_problems(unreadable, sizes_fine)
+        )
+
+    def _find_conflicts(self, unreadable: set[str], sizes_fine: bool) -> list[str]:
+        """Find settings that do not go together."""
+        problems = []
         lengths = [key for key in LENGTHS if getattr(self, key) is not None]
         if len(lengths) != 1 and unreadable.isdisjoint(LENGTHS):
             given = " and ".join(lengths) or "nothing"
@@ -353,6 +360,11 @@ class PretrainConfig:
             problems.append(
                 f"warmup_steps={self.warmup_steps}: lr_scheduler_type=constant has no warm-up; use constant_with_warmup"
             )
+        return problems
+
+    def _find_size_problems(self, unreadable: set[str], sizes_fine: bool) -> list[str]:
+        """Find sizes that do not fit the model, or the number of processes."""
+        problems: list[str] = []
         try:
             n_positions = math.inf if self.model == AUTO else model_fields(self.model).get("n_positions", 1024)
             if self.sequence_length > n_positions and "sequence_length" not in unreadable:

@@ -18,7 +18,7 @@ from hfgpt.distributed.device import Precision
 from hfgpt.distributed.ranks import Ranks
 from hfgpt.distributed.stop_signals import StopSignals
 from hfgpt.model.memory import Setting
-from hfgpt.training.callbacks import Callbacks
+from hfgpt.training.callback_handler import Callbacks
 from hfgpt.training.non_finite import NonFiniteGuard
 from hfgpt.training.plan import Plan, setting_of
 from hfgpt.training.progress import Progress

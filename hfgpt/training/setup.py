@@ -31,7 +31,7 @@ from hfgpt.hub.push import check_push
 from hfgpt.model.memory import training_memory
 from hfgpt.training.batch_size import find_fastest_split, find_recorded_split
 from hfgpt.training.build_model import attention_arguments, build_model
-from hfgpt.training.callbacks import Callbacks, callback_arguments, trackers
+from hfgpt.training.callback_handler import Callbacks, callback_arguments
 from hfgpt.training.init_from import initial_weights, resolve_init_from
 from hfgpt.training.lr_schedule import LearningRate
 from hfgpt.training.non_finite import NonFiniteGuard
@@ -41,6 +41,7 @@ from hfgpt.training.progress import Progress
 from hfgpt.training.resume import Resumed, resume
 from hfgpt.training.run import Machine, TrainingRun
 from hfgpt.training.step import TrainStep
+from hfgpt.training.trackers import trackers
 
 
 def prepare(config: PretrainConfig, callbacks: Sequence[TrainerCallback], signals: StopSignals) -> TrainingRun:

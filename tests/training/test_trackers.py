@@ -25,8 +25,9 @@ from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from hfgpt import Pretrainer
 from hfgpt.errors import UserError
-from hfgpt.training import callbacks
-from hfgpt.training.callbacks import TRACKER_EXTRAS, callback_states, restore_callbacks
+from hfgpt.training import trackers
+from hfgpt.training.callback_handler import callback_arguments, callback_states, restore_callbacks
+from hfgpt.training.trackers import TRACKER_EXTRAS
 
 LOGS = 12
 NOT_SENT = {"step", "time"}  # trackers have their own
@@ -179,7 +180,7 @@ def test_callback_arguments_leave_the_process_as_it_is(run, recwarn, caplog):
     before = state()
     config = dataclasses.replace(run.config, optim="muon", gradient_checkpointing=True, eval_steps=0, save_steps=0)
     for precision in ("no", "bf16", "fp16"):
-        args = callbacks.callback_arguments(config, run.step.batch, 6, precision, True, Path("out/run/checkpoint-2"))
+        args = callback_arguments(config, run.step.batch, 6, precision, True, Path("out/run/checkpoint-2"))
         assert (args.bf16, args.fp16, args.torch_compile) == (precision == "bf16", precision == "fp16", True)
         assert args.resume_from_checkpoint == "out/run/checkpoint-2"
     assert state() == before
@@ -224,10 +225,10 @@ def test_an_unknown_tracker_is_named_before_anything_is_written(config, tmp_path
 
 @pytest.mark.parametrize("name", sorted(set(INTEGRATION_TO_CALLBACK) - {"kubeflow"}))
 def test_a_tracker_that_is_not_installed_is_named_with_what_to_install(config, tmp_path, monkeypatch, name):
-    monkeypatch.setattr(callbacks, "find_spec", lambda module: None)
+    monkeypatch.setattr(trackers, "find_spec", lambda module: None)
     with pytest.raises(UserError) as caught:
         Pretrainer(config(report_to=f"none,{name}")).train()
-    package = f"'hfgpt[{name}]'" if name in TRACKER_EXTRAS else callbacks._PACKAGES.get(name, name)
+    package = f"'hfgpt[{name}]'" if name in TRACKER_EXTRAS else trackers._PACKAGES.get(name, name)
     assert str(caught.value) == f"report_to={name}: not installed; pip install {package}"
     assert not (tmp_path / "run").exists()
 
@@ -236,7 +237,7 @@ def test_a_tracker_that_is_installed_and_cannot_be_used_says_why(config, tmp_pat
     def broken(self):
         raise ImportError("needs protobuf\nbelow 5")
 
-    monkeypatch.setattr(callbacks, "find_spec", lambda module: object())
+    monkeypatch.setattr(trackers, "find_spec", lambda module: object())
     monkeypatch.setattr(INTEGRATION_TO_CALLBACK["swanlab"], "__init__", broken)
     with pytest.raises(UserError) as caught:
         Pretrainer(config(report_to="swanlab,wanbd")).train()
@@ -246,12 +247,12 @@ def test_a_tracker_that_is_installed_and_cannot_be_used_says_why(config, tmp_pat
 
 
 def test_all_trackers_are_those_that_are_installed(config, tmp_path, monkeypatch):
-    monkeypatch.setattr(callbacks, "get_available_reporting_integrations", lambda: [])
+    monkeypatch.setattr(trackers, "get_available_reporting_integrations", lambda: [])
     with pytest.raises(UserError, match=r"report_to=all: no tracker is installed; pip install 'hfgpt\[trackers\]'"):
         Pretrainer(config(report_to="all")).train()
-    monkeypatch.setattr(callbacks, "get_available_reporting_integrations", lambda: ["mlflow", "wandb"])
-    assert callbacks.tracker_names("wandb, all,wandb") == ["wandb", "mlflow"]
-    assert callbacks.tracker_names("none") == callbacks.tracker_names("") == []
+    monkeypatch.setattr(trackers, "get_available_reporting_integrations", lambda: ["mlflow", "wandb"])
+    assert trackers.tracker_names("wandb, all,wandb") == ["wandb", "mlflow"]
+    assert trackers.tracker_names("none") == trackers.tracker_names("") == []
 
 
 class Never(EarlyStoppingCallback):
