@@ -18,6 +18,6 @@ def audit(run: Annotated[Path, Argument(help="Run folder.", parser=path)], is_js
 
     Example: hfgpt audit out/run
     """
-    from hfgpt.data.audit import audit as audit_run
+    from hfgpt.checkpointing.audit import audit as audit_run
 
     print_check(audit_run(run), f"run {run}", is_json)

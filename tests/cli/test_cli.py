@@ -138,7 +138,7 @@ OPTIMIZED = """
 import json, sys
 from pathlib import Path
 from hfgpt.comparing import read_runs
-from hfgpt.data.audit import audit
+from hfgpt.checkpointing.audit import audit
 from hfgpt.errors import UserError
 from hfgpt.evaluation.generate import read_prompts
 

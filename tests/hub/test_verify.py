@@ -11,9 +11,9 @@ from running import trained
 from tampering import edit, louder, rewrite, sealed
 from typer.testing import CliRunner
 
+from hfgpt.checkpointing.audit import audit
 from hfgpt.checkpointing.run_folder import RunFolder
 from hfgpt.cli import app
-from hfgpt.data.audit import audit
 from hfgpt.errors import RunError, UserError
 from hfgpt.hub import verify as verify_module
 from hfgpt.hub.verify import verify

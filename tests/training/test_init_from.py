@@ -20,7 +20,7 @@ from transformers import GPT2Config
 from transformers import GPT2LMHeadModel as StockGPT2
 
 from hfgpt import PretrainConfig
-from hfgpt.data.audit import audit
+from hfgpt.checkpointing.audit import audit
 from hfgpt.errors import UserError
 from hfgpt.hub.import_export import export
 from hfgpt.model.modeling_gpt2 import to_parameter_names

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
+from hfgpt.checkpointing.audit import audit
 from hfgpt.config import PretrainConfig
-from hfgpt.data.audit import audit
 from hfgpt.errors import UserError
 from hfgpt.training.pretrainer import Pretrainer
 
