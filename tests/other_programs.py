@@ -139,7 +139,7 @@ def ctranslate2(checkpoint: Checkpoint) -> float:
     with tempfile.TemporaryDirectory() as temporary:
         converted = Path(temporary, "model")
         ct2.converters.TransformersConverter(str(checkpoint.folder)).convert(str(converted))
-        # A tokenizer without end-of-text: as the README says.
+        # A tokenizer without end-of-text: as hfgpt/README.md says.
         described = converted / "config.json"
         text = described.read_text()
         if checkpoint.tokenizer.eos_token is None:

@@ -95,7 +95,7 @@ result = simple_evaluate(harness, tasks=[task], task_manager=TaskManager(include
 found["task"] = result["results"]["local"]["acc,none"]
 """
 
-# As in the README: a folder of tasks, and the command itself.
+# As in hfgpt/README.md: a folder of tasks, and the command itself.
 COMMAND = """
 import glob, subprocess
 rows = json.loads(text)
