@@ -19,10 +19,10 @@ from hfgpt.errors import RunError, UserError, name_process
 from hfgpt.evaluation.loss import evaluate_tokens
 from hfgpt.hub.push import push_trained
 from hfgpt.safe_output import safe
+from hfgpt.training.attempts import attempts, fit_micro_batch
 from hfgpt.training.failures import how_to_continue, saved_on_failure
 from hfgpt.training.non_finite import Step
 from hfgpt.training.out_of_memory import out_of_memory_named
-from hfgpt.training.retry import attempts, fit_micro_batch
 from hfgpt.training.run import TrainingRun
 from hfgpt.training.saving import note_saved, record_lost_output, save
 from hfgpt.training.setup import prepare
