@@ -19,6 +19,7 @@ from hfgpt.files import local_path, read_text_file
 NOT_CONVERTIBLE = (ValueError, TypeError, OverflowError)
 NO_VALUE: list[Any] = []  # of a flag that stands alone; no setting is a list
 WHOLE_BELOW = 2**63  # what JSON readers, torch and numpy hold
+_TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 LARGEST_YAML_BYTES = 2**16  # beyond which reading takes seconds
 
 
@@ -55,18 +56,8 @@ def convert(value: Any, hint: Any) -> Any:
     if isinstance(value, dict | list) or value is None:
         raise ValueError
     if hint is bool:
-        known = {
-            "true": True,
-            "yes": True,
-            "on": True,
-            "1": True,
-            "false": False,
-            "no": False,
-            "off": False,
-            "0": False,
-        }
-        if str(value).lower() in known:
-            return known[str(value).lower()]
+        if (word := str(value).lower()) in _TRUE + _FALSE:
+            return word in _TRUE
         raise ValueError
     if isinstance(value, bool):
         raise ValueError
@@ -126,7 +117,7 @@ def shown(value: Any) -> str:
     if value == NO_VALUE:
         return ""
     try:
-        text = value if isinstance(value, str) else _SHORT.repr(value) if isinstance(value, dict) else _short(value)
+        text = _SHORT.repr(value) if isinstance(value, dict | list | tuple | set) else str(value)
     except ValueError:  # Python does not write numbers of thousands of digits
         text = f"({type(value).__name__})"
     return " ".join(text[:1000].split())[:200]
@@ -134,10 +125,6 @@ def shown(value: Any) -> str:
 
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 100
-
-
-def _short(value: Any) -> str:
-    return _SHORT.repr(value) if isinstance(value, list | tuple | set) else str(value)
 
 
 class YamlSettings(yaml.SafeLoader):

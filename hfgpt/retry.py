@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from email.utils import parsedate_to_datetime
 from typing import TypeVar
 
-from hfgpt.errors import RunError, UserError
+from hfgpt.errors import RunError, UserError, message
 
 T = TypeVar("T")
 
@@ -57,7 +57,7 @@ def retry(
             tries, waited = tries + 1, time.monotonic() - start
             left = patience_seconds - waited
             if left <= 0 or is_last or tries == max_tries:
-                raise RunError(f"{failure} for {waited:.0f} s ({first_line(error)})") from error
+                raise RunError(f"{failure} for {waited:.0f} s ({message(error)})") from error
             longest = left - min(left / 2, LAST_TRY_SECONDS)
             wanted = min(max(pause, requested_pause(error)), longest_pause_seconds)
             is_last, pause = wanted >= longest, min(wanted, longest)
@@ -131,8 +131,3 @@ def error_names(error: BaseException) -> set[str]:
 
 def _class_names(error: BaseException) -> set[str]:
     return {base.__name__ for base in type(error).__mro__}
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an error's message, or its type where it has none."""
-    return (str(error).strip() or type(error).__name__).split("\n")[0]

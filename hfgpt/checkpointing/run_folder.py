@@ -143,6 +143,10 @@ class RunFolder:
         """The records of metrics.jsonl; each has a step."""
         return _read_records(self.metrics)
 
+    def text_records(self) -> list[dict[str, Any]]:
+        """The records of ledger.jsonl; each has a step."""
+        return _read_records(self.ledger)
+
     def evaluation_records(self) -> list[dict[str, Any]]:
         """The records of evaluations.jsonl, oldest first; each has a step."""
         return _read_records(self.evaluations)

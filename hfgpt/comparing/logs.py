@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import codecs
-import math
 import operator
 import re
 from collections.abc import Callable
@@ -202,6 +201,6 @@ def _evaluate_node(node: Any, settings: dict[str, Any]) -> Any:
 
 def _number(text: str | None) -> float | None:
     try:
-        return None if text is None else number(float(text)) if math.isfinite(float(text)) else None
+        return None if text is None else number(float(text))
     except ValueError:
         return None

@@ -71,13 +71,10 @@ def _mfu(run: PastRun, axis: str, peak: float) -> pd.Series:
 
 def _draw(title: str, key: str, axis: str, runs: Sequence[PastRun], curves: Sequence[pd.Series]) -> bytes | None:
     """A plot as PNG; None if no run has a value."""
-    # Imported here, as matplotlib takes a second to import.
-    import matplotlib
+    from matplotlib.figure import Figure  # takes a second; used like this it needs no display
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.subplots()
     low, high = [], []
     for index, (run, curve) in enumerate(zip(runs, curves, strict=True)):
         colour = _COLOURS[index % len(_COLOURS)]
@@ -99,7 +96,6 @@ def _draw(title: str, key: str, axis: str, runs: Sequence[PastRun], curves: Sequ
         axes.set_ylim(bottom - (margin if key in _FALLING else 0), top + margin)
         _style(axes, title, key, axis)
         figure.savefig(png, dpi=120)
-    pyplot.close(figure)
     return png.getvalue() or None
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -84,36 +84,24 @@ def read_folder(path: Path) -> PastRun:
         raise UserError(f"run {path}: no run.json or metrics.jsonl in this folder; {fix}")
     run = PastRun(path.resolve().name, str(path), "run folder")
     _read_facts(run, folder)
-    broken = 0
-    for record in _read_lines(folder.metrics):
-        if record is None or not isinstance(record.get("step"), int) or isinstance(record["step"], bool):
-            broken += 1
-        elif "event" in record:
+    records = folder.records()
+    for record in records:
+        if "event" in record:
             run.events.append(record)
         elif "eval_loss" in record:
             add_record(run.evaluations, record)
         elif "loss" in record:
             add_record(run.training, record)
-    if broken:
+    lines = folder.metrics.read_bytes().splitlines() if folder.metrics.is_file() else []
+    if broken := len(lines) - lines.count(b"") - len(records):
         run.notes.append(f"{broken} broken line{'s' if broken > 1 else ''} of metrics.jsonl skipped")
-    for line in _read_lines(folder.ledger):
-        if line is not None and isinstance(line.get("step"), int) and isinstance(line.get("batch_hash"), str):
+    for line in folder.text_records():
+        if isinstance(line.get("batch_hash"), str):
             run.hashes[line["step"]] = line["batch_hash"]
     if not run.training and not run.evaluations:
         run.notes.append("no training record yet")
     _apply_changes(run)
     return run
-
-
-def _read_lines(path: Path) -> Iterator[dict[str, Any] | None]:
-    """The objects of a JSON lines file; None for a line that is not one."""
-    for line in path.read_bytes().splitlines() if path.is_file() else ():
-        try:
-            value = json.loads(line) if line.strip() else {}
-        except (ValueError, RecursionError):
-            value = None
-        if value != {}:
-            yield value if isinstance(value, dict) else None
 
 
 def _read_facts(run: PastRun, folder: RunFolder) -> None:

@@ -97,7 +97,7 @@ def _read_run(run: RunFolder) -> tuple[dict[str, Any], list[dict[str, Any]]]:
 def _last_step(run: RunFolder) -> int:
     """The last step among the run's checkpoints and metrics."""
     steps = [int(folder.name.split("-")[1]) for folder in run.checkpoints()]
-    steps += [record["step"] for record in run.records() if is_count(record["step"])]
+    steps += [record["step"] for record in run.records()]
     return max(steps, default=0)
 
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from hfgpt.data import tokenizer_model as rules
 from hfgpt.data.fast_encoding import LONGEST_TEXT, fast_encoding
-from hfgpt.errors import UserError
+from hfgpt.errors import UserError, one_line
 from hfgpt.model.configuration_gpt2 import model_rows
 
 # What a tokenizer may lose of a document, by the names under which it is counted.
@@ -215,6 +215,6 @@ def _encode_batch(backend: Tokenizer, texts: list[str]) -> list[Any]:
         return backend.encode_batch_fast(texts, add_special_tokens=False)
     except Exception as error:  # the library has no type of its own
         raise UserError(
-            f"tokenizer: cannot encode the text ({' '.join(str(error).split())}); use one with an unknown token or "
+            f"tokenizer: cannot encode the text ({one_line(error)}); use one with an unknown token or "
             "all bytes, or train bpe-N"
         ) from error

@@ -67,9 +67,8 @@ def hold_out(config: PretrainConfig, source: Source, documents: list[str] | None
         eval_source, skipped = _open_eval_source(config.eval_dataset, source, config), Counter[str]()
         validation = list(islice(read_documents(eval_source, eval_source.units, skipped), enough))
         rule = f"eval_dataset {eval_source.fingerprint.get('hash', config.eval_dataset)}"
-        held_out = HeldOut(validation, rule, eval_source.description, source.units, documents or [])
-        held_out.skipped = skipped
-        return held_out
+        origin, units = eval_source.description, source.units
+        return HeldOut(validation, rule, origin, units, documents or [], skipped=skipped)
     if documents is not None:
         return _hold_out_in_memory(source, documents, saved_rule)
     return _hold_out_of_stream(source)

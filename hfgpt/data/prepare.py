@@ -81,11 +81,9 @@ def prepare_data(
     kept = [text for text in held_out.documents if text_hash(text) not in held_out.exclude]
     skipped += Counter(in_validation=len(held_out.documents) - len(kept))
 
-    if tokenizer is None and config.tokenizer == "char":  # it has to know the held-out part, too
-        everything = read_documents(source, source.units, Counter()) if documents is None else documents
-        tokenizer = _load_tokenizer(config, everything)
-    elif tokenizer is None:  # learns from training text alone, whose shuffled units make the first ones a fair sample
-        tokenizer = _load_tokenizer(config, kept if in_memory else _shuffled_documents(training, config.seed))
+    if tokenizer is None:
+        whole, part = (source, training) if documents is None else (documents, kept)
+        tokenizer = _load_tokenizer(config, whole, part)
     encoder = _make_encoder(config, tokenizer)
     fingerprint = _fingerprint(config, source, encoder, held_out, blocks_per_step)
     train: MemoryBlocks | DocumentStream
@@ -98,8 +96,6 @@ def prepare_data(
         how = f"document stream: {len(source.units):,} units over {train.streams} streams"
         shuffled = _shuffled_documents(training, config.seed)
     validation, validation_bytes, lines = _encode_validation(config, encoder, held_out, skipped)
-    named = "of init_from" if config.tokenizer == AUTO else config.tokenizer
-    highest = f" with ids up to {encoder.rows - 1:,}" if encoder.rows > len(tokenizer) else ""
     return TextData(
         tokenizer=tokenizer,
         train=train,
@@ -108,7 +104,7 @@ def prepare_data(
         validation_bytes=validation_bytes,
         description=[
             source.description,
-            f"tokenizer: {named}, {len(tokenizer):,} entries{highest}",
+            _describe_tokenizer(config, tokenizer, encoder.rows),
             f"training: {how}",
             *lines,
             *(f"so far, {line}" for line in describe_skipped(skipped)),
@@ -140,8 +136,13 @@ def _fits_memory(source: Source) -> bool:
     return source.is_local and source.size_bytes <= IN_MEMORY_BYTES
 
 
-def _load_tokenizer(config: PretrainConfig, texts: Iterable[str]) -> PreTrainedTokenizerFast:
-    name = config.tokenizer
+def _load_tokenizer(
+    config: PretrainConfig, whole: Source | list[str], part: Source | list[str]
+) -> PreTrainedTokenizerFast:
+    """Load the tokenizer, or train it: char on the whole text, bpe-N on the part that is not held out."""
+    name, text = config.tokenizer, whole if config.tokenizer == "char" else part
+    # Units in random order, so that the first ones are a fair sample.
+    texts = _shuffled_documents(text, config.seed) if isinstance(text, Source) else text
     if name == AUTO and config.init_from is not None:
         files = model_files(config.init_from)
         if not has_tokenizer(files):
@@ -163,6 +164,12 @@ def _make_encoder(config: PretrainConfig, tokenizer: PreTrainedTokenizerFast) ->
             "text, which would end documents; give it an eos_token that is not in the text"
         )
     return encoder
+
+
+def _describe_tokenizer(config: PretrainConfig, tokenizer: PreTrainedTokenizerFast, rows: int) -> str:
+    named = "of init_from" if config.tokenizer == AUTO else config.tokenizer
+    highest = f" with ids up to {rows - 1:,}" if rows > len(tokenizer) else ""
+    return f"tokenizer: {named}, {len(tokenizer):,} entries{highest}"
 
 
 def _fingerprint(

@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 
 import pyarrow as pa
 
-from hfgpt.errors import RunError, UserError
-from hfgpt.retry import error_names, first_line, is_temporary, retry
+from hfgpt.errors import RunError, UserError, message
+from hfgpt.retry import error_names, is_temporary, retry
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ def read_with_retries(read: Callable[[], T], what: str, patience_seconds: float)
         return is_temporary(error) or (isinstance(error, BROKEN) and broken_reads < TRIES_OF_A_BROKEN_FILE)
 
     def on_retry(error: Exception, tries: int, waited_seconds: float, pause_seconds: float) -> None:
-        _record_retry(what, first_line(error), tries, waited_seconds, f"trying again in {pause_seconds:.0f} s")
+        _record_retry(what, message(error), tries, waited_seconds, f"trying again in {pause_seconds:.0f} s")
 
     with _client_retries_recorded(what):
         return retry(read, f"{what} could not be read", patience_seconds, on_retry, should_retry)
@@ -68,11 +68,11 @@ def _client_retries_recorded(what: str) -> Iterator[None]:
 
     def keep(record: logging.LogRecord) -> bool:
         nonlocal reason
-        message = record.getMessage()
-        if "thrown while requesting" in message:
-            reason = message.partition(" thrown while requesting")[0]
-        elif found := re.search(r"\[Retry (\d+)/", message):
-            next_action = message.partition(" [Retry")[0].strip(". ").lower()
+        line = record.getMessage()
+        if "thrown while requesting" in line:
+            reason = line.partition(" thrown while requesting")[0]
+        elif found := re.search(r"\[Retry (\d+)/", line):
+            next_action = line.partition(" [Retry")[0].strip(". ").lower()
             _record_retry(what, reason, int(found[1]), time.monotonic() - start, next_action)
         else:
             return True
@@ -144,7 +144,7 @@ def hub_files(
         except Exception as error:
             if not is_reachable and is_temporary(error) and (fault := find_hub_fault()):
                 hint = "check the name or the connection, or use what is cached with HF_HUB_OFFLINE=1"
-                raise UserError(f"{given}: no local file, and {fault}: {first_line(error)}; {hint}") from error
+                raise UserError(f"{given}: no local file, and {fault}: {message(error)}; {hint}") from error
             is_reachable = True
             raise
 
@@ -155,7 +155,7 @@ def hub_files(
     except Exception as error:  # not found, not allowed, unknown configuration: each has its own type
         problem = "the Hub cannot be reached" if isinstance(error, RunError) else "not usable from the Hub"
         hint = "; HF_HUB_OFFLINE is set, so only cached files can be used" if HF_HUB_OFFLINE else ""
-        raise UserError(f"{given}: no local file, and {problem}: {first_line(error)}{hint}") from error
+        raise UserError(f"{given}: no local file, and {problem}: {message(error)}{hint}") from error
     if split not in splits:
         raise UserError(f"dataset_split={split}: {dataset} has no such split; it has {', '.join(map(str, splits))}")
     return list(splits[split]), commit
@@ -193,7 +193,7 @@ def model_files(name: str, setting: str = "init_from=") -> Path:
         with quiet_hub():
             return Path(snapshot_download(repository, revision=revision or None, allow_patterns=patterns))
     except Exception as error:  # not found, not allowed, not reachable: each has its own type
-        reason = first_line(error).rstrip(".")
+        reason = message(error).rstrip(".")
         raise UserError(f"{setting}{name}: no such file or folder, and not usable from the Hub: {reason}") from error
 
 

@@ -16,9 +16,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from hfgpt.data.encoding import make_repeatable
 from hfgpt.data.remote import quiet_hub
-from hfgpt.errors import UserError
+from hfgpt.errors import UserError, message
 from hfgpt.model.configuration_gpt2 import model_rows, special_ids
-from hfgpt.retry import first_line
 
 # Parallel encoding in this process would make every later fork warn, and could hang the child.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -56,7 +55,7 @@ def load_tokenizer(name: str, texts: Callable[[], Iterable[str]], model_max_leng
     except Exception as error:  # each broken or missing tokenizer fails in its own way
         raise UserError(
             f"tokenizer={name}: not char, not bpe-N, and no tokenizer could be loaded from a folder or Hub "
-            f"repository of that name ({first_line(error)}); give one of these three"
+            f"repository of that name ({message(error)}); give one of these three"
         ) from error
     if not tokenizer.is_fast:
         raise UserError(

@@ -23,10 +23,10 @@ from hfgpt.distributed.ranks import Ranks
 from hfgpt.errors import UserError
 from hfgpt.evaluation.hellaswag import hellaswag
 from hfgpt.evaluation.loading import load_any_checkpoint
-from hfgpt.evaluation.loss import UNSCORED, loss_metrics, sum_nll, windows
+from hfgpt.evaluation.loss import loss_metrics, sum_nll, windows
 from hfgpt.evaluation.text import read_text
 from hfgpt.model.attention_masks import document_attention
-from hfgpt.model.head_loss import HEAD_CHUNK_SIZE
+from hfgpt.model.head_loss import HEAD_CHUNK_SIZE, UNSCORED
 
 LONGEST_DEFAULT = 1024  # tokens of a window where none is stated, for a model of more positions
 TIMEOUT_SECONDS = 1800.0  # for a process that does not answer

@@ -18,6 +18,7 @@ from hfgpt.data.encoding import Encoder
 from hfgpt.data.tokenizer_model import BYTE_TOKEN
 from hfgpt.distributed.device import step_seed
 from hfgpt.errors import RunError, UserError, one_line
+from hfgpt.evaluation.loss import evaluation_mode
 from hfgpt.model.modeling_gpt2 import CACHE_NAME
 
 logger = logging.getLogger(__name__)
@@ -229,29 +230,24 @@ def generate_ids(
     """
     rows, running = [list(ids) for ids in prompts], list(range(len(prompts)))
     cache, cached = DynamicCache(config=model.config), 0
-    was_training = model.training
-    model.eval()
-    try:
-        # Eager: a compiled model would be compiled again for each length.
-        with torch.compiler.set_stance("force_eager"):
-            for _ in range(max_new_tokens):
-                if (longest := max(map(len, rows))) <= limit:  # with ended rows, as the cache has them
-                    batch, columns, options = rows, slice(cached, None), {CACHE_NAME: cache, "use_cache": True}
-                    place, cached = {row: row for row in running}, longest
-                else:
-                    batch, columns, options = [rows[r][-limit:] for r in running], slice(None), {"use_cache": False}
-                    place = {row: number for number, row in enumerate(running)}
-                ids_BT, padding = _pad(batch, columns, model.device)
-                logits_B1V = model(ids_BT, logits_to_keep=1, **options, **padding).logits
-                tokens = {row: picks[row](logits_B1V[place[row], -1]) for row in running}
-                for row, ids in enumerate(rows):
-                    ids.append(tokens.get(row, ids[-1]))
-                running = [row for row in running if tokens[row] != eos]
-                yield from ((row, tokens[row]) for row in running)
-                if not running:
-                    break
-    finally:
-        model.train(was_training)
+    # Eager: a compiled model would be compiled again for each length.
+    with evaluation_mode(model), torch.compiler.set_stance("force_eager"):
+        for _ in range(max_new_tokens):
+            if (longest := max(map(len, rows))) <= limit:  # with ended rows, as the cache has them
+                batch, columns, options = rows, slice(cached, None), {CACHE_NAME: cache, "use_cache": True}
+                place, cached = {row: row for row in running}, longest
+            else:
+                batch, columns, options = [rows[r][-limit:] for r in running], slice(None), {"use_cache": False}
+                place = {row: number for number, row in enumerate(running)}
+            ids_BT, padding = _pad(batch, columns, model.device)
+            logits_B1V = model(ids_BT, logits_to_keep=1, **options, **padding).logits
+            tokens = {row: picks[row](logits_B1V[place[row], -1]) for row in running}
+            for row, ids in enumerate(rows):
+                ids.append(tokens.get(row, ids[-1]))
+            running = [row for row in running if tokens[row] != eos]
+            yield from ((row, tokens[row]) for row in running)
+            if not running:
+                break
 
 
 def _pad(rows: list[list[int]], columns: slice, device: torch.device) -> tuple[Tensor, dict[str, Tensor]]:

@@ -29,7 +29,7 @@ from hfgpt.data.rows import read_rows
 from hfgpt.distributed.ranks import Ranks
 from hfgpt.errors import RunError, UserError
 from hfgpt.evaluation.loading import count_padded_rows
-from hfgpt.evaluation.loss import show_progress
+from hfgpt.evaluation.loss import evaluation_mode, show_progress
 
 HUB_DATASET, SPLIT = "Rowan/hellaswag", "validation"
 ENDINGS = 4
@@ -182,16 +182,11 @@ def _score_texts(model: Any, texts: Sequence[Text], batch_size: int, accelerator
     own = order[accelerator.process_index :: world]
     batches = [own[start : start + batch_size] for start in range(0, len(own), batch_size)]
     nll: list[tuple[int, float]] = []
-    was_training = model.training
-    model.eval()
-    try:
-        # Eager: a compiled model would be compiled again for each length.
-        with torch.compiler.set_stance("force_eager"):
-            for numbers in show_progress(batches, accelerator.is_main_process):
-                batch = [texts[number] if number >= 0 else Text([0, 0], 1, False) for number in numbers]
-                nll += zip(numbers, _batch_nll(model, batch, accelerator), strict=True)
-    finally:
-        model.train(was_training)
+    # Eager: a compiled model would be compiled again for each length.
+    with evaluation_mode(model), torch.compiler.set_stance("force_eager"):
+        for numbers in show_progress(batches, accelerator.is_main_process):
+            batch = [texts[number] if number >= 0 else Text([0, 0], 1, False) for number in numbers]
+            nll += zip(numbers, _batch_nll(model, batch, accelerator), strict=True)
     by_number = dict(gather_object(nll))
     return [by_number[number] for number in range(len(texts))]
 

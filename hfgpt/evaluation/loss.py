@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
@@ -18,10 +19,10 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 
 from hfgpt.distributed.compiler import run_compiled
 from hfgpt.errors import UserError
+from hfgpt.model.head_loss import UNSCORED
 
 T = TypeVar("T")
 
-UNSCORED = -100  # torch's mark of a target that is ignored
 PROGRESS_AFTER_SECONDS = 5.0
 PROGRESS_LINE_SECONDS = 30.0  # between lines, where stderr is a file
 
@@ -90,13 +91,11 @@ def sum_nll(
     # All batches have one shape, so nothing is compiled twice; the windows of the padding score nothing.
     padding = np.zeros((-len(parts) % (batch_size * world), 3), np.int64)
     own_parts = np.concatenate([parts, padding])[accelerator.process_index :: world]
-    was_training = model.training
-    model.eval()
     one = torch.ones((), device=device)
     # Made at once: small tensors that live on between large freed ones would keep their memory from being reused.
     sums = torch.zeros(len(own_parts) // batch_size, device=device)
     starts = range(0, len(own_parts), batch_size)
-    try:
+    with evaluation_mode(model):
         for number, start in enumerate(show_progress(starts, accelerator.is_main_process)):
             if stop():
                 return None
@@ -106,10 +105,19 @@ def sum_nll(
             forward = partial(model, input_ids=ids_BT, shift_labels=labels_BT, **options)
             with accelerator.autocast():
                 sums[number] = run_compiled(forward).loss
-    finally:
-        model.train(was_training)
     # In float64, on the CPU because not every device has it.
     return sum(gather_object([sums.cpu().double().sum().item()]))
+
+
+@contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Have `model` in evaluation mode inside, and in its present mode again after it."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)
 
 
 def show_progress(work: Iterable[T], is_main: bool) -> Iterable[T]:

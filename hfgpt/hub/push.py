@@ -21,7 +21,7 @@ from hfgpt.checkpointing.run_folder import RunFolder
 from hfgpt.checkpointing.training_state import STATE, read_state
 from hfgpt.config import PretrainConfig
 from hfgpt.data.remote import quiet_hub
-from hfgpt.errors import RunError, UserError
+from hfgpt.errors import RunError, UserError, message, one_line
 from hfgpt.evaluation.results import read_evaluations
 from hfgpt.hub.model_card import (
     PLOT,
@@ -33,14 +33,14 @@ from hfgpt.hub.model_card import (
     split_languages,
 )
 from hfgpt.hub.verify import verify
-from hfgpt.retry import first_line, is_temporary, retry
+from hfgpt.retry import is_temporary, retry
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 # The only files that are ever uploaded from a folder; the card, the loss curve and the records are made for the upload.
-MODEL_FILES = (
+UPLOADED = (
     *("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"),
     *("special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt"),
 )
@@ -99,7 +99,7 @@ def check_access(repo_id: str) -> str:
         validate_repo_id(repo_id)
     except HFValidationError as error:
         raise UserError(
-            f"repository {repo_id!r}: {first_line(error)}; name it user/name (in a recipe by hub_model_id)"
+            f"repository {repo_id!r}: {message(error)}; name it user/name (in a recipe by hub_model_id)"
         ) from None
     if constants.HF_HUB_OFFLINE:
         raise UserError(f"repository {repo_id}: HF_HUB_OFFLINE is set, so nothing can be pushed; unset it")
@@ -179,9 +179,9 @@ def _files(
     training state keeps its own card.
     """
     manifest = folder / MANIFEST
-    own = json.loads(manifest.read_text(encoding="utf-8"))["files"] if manifest.is_file() else MODEL_FILES
+    own = json.loads(manifest.read_text(encoding="utf-8"))["files"] if manifest.is_file() else UPLOADED
     files: dict[str, Path | bytes] = {
-        name: folder / name for name in MODEL_FILES if name in own and (folder / name).is_file()
+        name: folder / name for name in UPLOADED if name in own and (folder / name).is_file()
     }
     card = (folder / CARD).read_text(encoding="utf-8") if (folder / CARD).is_file() else ""
     if (folder / STATE).is_dir():
@@ -211,7 +211,7 @@ def _check_card(license: str | None, language: str | None) -> None:
     try:
         ModelCard(f"---\n{data}\n---\n").validate()
     except ValueError as error:
-        raise UserError(f"license={license}, language={language}: {' '.join(str(error).split())}") from None
+        raise UserError(f"license={license}, language={language}: {one_line(error)}") from None
 
 
 def _retry(call: Callable[[], T], upload_bytes: int = 0, tries: int = TRIES) -> T:
@@ -221,12 +221,12 @@ def _retry(call: Callable[[], T], upload_bytes: int = 0, tries: int = TRIES) -> 
     """
 
     def on_retry(error: Exception, tries: int, waited_seconds: float, pause_seconds: float) -> None:
-        logger.warning("the Hub: %s; trying again in %.0f s", _without_signatures(first_line(error)), pause_seconds)
+        logger.warning("the Hub: %s; trying again in %.0f s", _without_signatures(message(error)), pause_seconds)
 
     try_seconds = TRY_SECONDS + upload_bytes / SLOWEST_BYTES_PER_SECOND
     try:
         return retry(
-            *(call, "the Hub failed", tries * (try_seconds + LONGEST_PAUSE_SECONDS), on_retry, is_temporary),
+            *(call, "the Hub failed", tries * (try_seconds + LONGEST_PAUSE_SECONDS), on_retry),
             max_tries=tries,
             try_seconds=try_seconds,
             longest_pause_seconds=LONGEST_PAUSE_SECONDS,
@@ -242,11 +242,11 @@ def _cause(error: Exception, repo_id: str, token: str) -> str:
     response = getattr(error, "response", None)
     if response is None:
         chain = [error] if isinstance(error, ValueError) else filter(None, (error, error.__cause__))
-        cause = ": ".join(f"{type(part).__name__}: {' '.join(str(part).split()) or 'no message'}" for part in chain)
+        cause = ": ".join(f"{type(part).__name__}: {one_line(part) or 'no message'}" for part in chain)
     else:
         cause = f"{response.status_code} {response.reason_phrase} from {str(response.url).split('?')[0]}"
-        if message := getattr(error, "server_message", None):
-            cause += f": {' '.join(message.split())}"
+        if answer := getattr(error, "server_message", None):
+            cause += f": {' '.join(answer.split())}"
         if isinstance(error, RevisionNotFoundError):
             cause += "; the Hub has no such branch, and would not create it"
         elif response.status_code in (401, 403, 404):

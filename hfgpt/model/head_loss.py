@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+UNSCORED = -100  # torch's mark of a target that is ignored
 HEAD_CHUNK_SIZE = 1024  # tokens whose logits exist at a time in training; a compiled model needs no chunks
 SOFTMAX_ROWS = 128  # tokens whose softmax exists at a time in evaluation; likewise
 

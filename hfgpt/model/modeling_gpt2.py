@@ -28,7 +28,7 @@ from hfgpt.errors import UserError
 from hfgpt.model.attention_masks import attention_mask_BHTS
 from hfgpt.model.configuration_gpt2 import model_config, model_rows, special_ids
 from hfgpt.model.cpu_kernels import gelu_by_sigmoid, is_compiled_for_cpu, product_attention, products_are_faster
-from hfgpt.model.head_loss import head_loss
+from hfgpt.model.head_loss import UNSCORED, head_loss
 
 # transformers renamed the argument and output `past_key_values` to `cache`; use the name of the installed version.
 _GENERATION_ARGS = inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
@@ -194,7 +194,7 @@ class GPT2LMHeadModel(PreTrainedModel, GenerationMixin):
                 raise TypeError(f"forward() of this model has no {name}; leave it out, or use stock GPT-2")
         returns_loss_only = shift_labels is not None or (self.training and labels is not None)
         if labels is not None:
-            shift_labels = F.pad(labels, (0, 1), value=-100)[:, 1:]
+            shift_labels = F.pad(labels, (0, 1), value=UNSCORED)[:, 1:]
         cache = cache if cache is not None else past_key_values
         use_cache = self.config.use_cache if use_cache is None else use_cache
         if use_cache and not self.training and cache is None and shift_labels is None:
@@ -212,7 +212,7 @@ class GPT2LMHeadModel(PreTrainedModel, GenerationMixin):
         if shift_labels is not None:
             x_NC, target_N = x_BTC.flatten(0, 1), shift_labels.flatten().long()
             loss = head_loss(x_NC, self.lm_head.weight, target_N, self.head_chunk_size)
-            loss = loss / ((shift_labels != -100).sum() if num_items_in_batch is None else num_items_in_batch)
+            loss = loss / ((shift_labels != UNSCORED).sum() if num_items_in_batch is None else num_items_in_batch)
         if not returns_loss_only:
             keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
             logits_BTV = self.lm_head(x_BTC[:, keep])

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import GPT2Config
 
-from hfgpt.errors import UserError
+from hfgpt.errors import UserError, message
 from hfgpt.model.configuration_gpt2 import model_config
 from hfgpt.model.modeling_gpt2 import GPT2LMHeadModel
 
@@ -79,7 +79,7 @@ def _load(path: Path, where: str) -> Any:
     except OSError as error:
         raise UserError(f"{where}: {error.strerror or error}; name a file that can be read") from error
     except Exception as error:  # torch raises a different type for each kind of damage
-        reason = (str(error).strip() or type(error).__name__).split("\n")[0].split(". ")[0]
+        reason = message(error).split(". ")[0]
         raise UserError(f"{where}: not a file of torch.save, or damaged ({reason}); give nanoGPT's ckpt.pt") from error
 
 

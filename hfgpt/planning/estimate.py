@@ -286,7 +286,7 @@ def _find_splits(
         if blocks % micro_batch or sum(not split.fits for split in splits) == 3:
             continue
         batch = dataclasses.replace(whole, micro_batch=micro_batch, accumulation=blocks // micro_batch)
-        setting = setting_of(config, batch, device.precision.name, processes if fsdp else 1, device.type)
-        memory = training_memory(model, dataclasses.replace(setting, compiled=device.compile.enabled))
+        choices = (device.precision.name, processes if fsdp else 1, device.type, device.compile.enabled)
+        memory = training_memory(model, setting_of(config, batch, *choices))
         splits.append(Split(batch, memory, gib * 2**30))
     return splits

@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 
 from hfgpt.errors import UserError
-from hfgpt.evaluation.loss import UNSCORED, loss_metrics
+from hfgpt.evaluation.loss import loss_metrics
+from hfgpt.model.head_loss import UNSCORED
 
 DESCRIPTION = """
 Loss, perplexity and bits per byte over all scored tokens: sums first, one division at the end. Perplexity is exp(sum of
