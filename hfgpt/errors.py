@@ -43,12 +43,12 @@ def message(error: BaseException) -> str:
 
 
 def one_line(error: BaseException) -> str:
-    """An exception's message, with spaces for line ends."""
+    """Return an exception's message, with spaces for line ends."""
     return " ".join(str(error).split())
 
 
 def name_process(error: UserError | RunError, process: str) -> UserError | RunError:
-    """The same error, with the name of its process before each problem."""
+    """Return the same error, with the name of its process before each problem."""
     if isinstance(error, UserError):
         return UserError(*(f"{process}: {problem}" for problem in error.problems))
     return RunError(f"{process}: {error}", error.exit_code, error.everywhere)

@@ -24,7 +24,7 @@ LARGEST_YAML_BYTES = 2**16  # beyond which reading takes seconds
 
 
 def convert(value: Any, hint: Any) -> Any:
-    """`value` (text from a command line, or YAML) as the type `hint`; ValueError where it is not one."""
+    """Return `value` (text from a command line, or YAML) as the type `hint`. Raises ValueError where it is not one."""
     origin, options = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         is_mapping = isinstance(value, str) and value.lstrip().startswith("{")
@@ -69,14 +69,14 @@ def convert(value: Any, hint: Any) -> Any:
 
 
 def duration(seconds: float) -> str:
-    """`1:02:03` or `5 days, 1:02:03`; what no clock shows is `over 1000 years`."""
+    """Format as `1:02:03` or `5 days, 1:02:03`; what no clock shows is `over 1000 years`."""
     if not seconds < 1000 * 365.25 * 86400:
         return "over 1000 years"
     return str(timedelta(seconds=round(seconds)))
 
 
 def _whole(value: Any) -> int:
-    """The whole number that `value` is, exactly: 1e9, 1.5e3 and 9_007_199_254_740_993 are ones too."""
+    """Return the whole number that `value` is, exactly: 1e9, 1.5e3 and 9_007_199_254_740_993 are ones too."""
     if not abs(float(value)) <= WHOLE_BELOW:
         raise ValueError
     if isinstance(value, str):
@@ -113,7 +113,7 @@ def describe(hint: Any) -> str:
 
 
 def shown(value: Any) -> str:
-    """A value for a message: one line of at most 200 characters, however large the value is."""
+    """Return a value for a message: one line of at most 200 characters, however large the value is."""
     if value == NO_VALUE:
         return ""
     try:
@@ -139,7 +139,7 @@ class YamlSettings(yaml.SafeLoader):
 
 
 def read_yaml(path: str) -> dict[str, Any]:
-    """The `key: value` lines of a settings file, with numbers as text, as a command line has them.
+    """Return the `key: value` lines of a settings file, with numbers as text, as a command line has them.
 
     YAML alone would make 1.1 of the name 1.10 and 8 of 010. Raises UserError for what is no such file.
     """

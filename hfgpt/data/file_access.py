@@ -20,7 +20,7 @@ READ_AHEAD_BYTES = 4 * 2**20
 
 @contextlib.contextmanager
 def open_file(file: str, uncompressed: bool = True) -> Iterator[Any]:
-    """Opens a local or remote file for reading, uncompressed by default. Each read of a remote one is one request."""
+    """Open a local or remote file for reading, uncompressed by default. Each read of a remote one is one request."""
     filesystem, path = url_to_fs(file)
     compressed = uncompressed and file.lower().endswith(".gz")
     # gzip reads a few kilobytes at a time.
@@ -48,7 +48,7 @@ class _CompleteReads:
 
 
 def read_file(file: str, read: Callable[[], T], patience_seconds: float) -> T:
-    """Returns what `read` returns of `file`; a remote file is read with retries.
+    """Return what `read` returns of `file`; a remote file is read with retries.
 
     Raises BadFile if the file itself is at fault, UserError if it cannot be opened, RunError if the network is.
     """

@@ -52,12 +52,12 @@ class HeldOut:
 
     @property
     def exclude(self) -> frozenset[int]:
-        """Hashes of documents that training must not see. A copy of the split document holds held-out text, too."""
+        """Hashes of documents that training must not see: held-out ones, and the whole of the one that was split."""
         return self.hashes | ({text_hash(self.split_document)} if self.split_document else set())
 
 
 def hold_out(config: PretrainConfig, source: Source, documents: list[str] | None, saved_rule: str | None) -> HeldOut:
-    """Holds out validation text.
+    """Hold out validation text.
 
     `documents`: all of the text if it is in memory, None for a stream. `saved_rule`: that of a run to resume.
     """
@@ -83,7 +83,7 @@ def source_options(config: PretrainConfig) -> dict[str, Any]:
 
 
 def _open_eval_source(eval_dataset: str, source: Source, config: PretrainConfig) -> Source:
-    """Local files or the embedded text, or another split of the Hub dataset that is trained on."""
+    """Return local files or the embedded text, or another split of the Hub dataset that is trained on."""
     options = source_options(config)
     is_path = os.path.exists(os.path.expanduser(eval_dataset)) or glob.has_magic(eval_dataset)
     try:
@@ -155,7 +155,7 @@ def _hold_out_of_stream(source: Source) -> HeldOut:
 
 
 def _find_border(source: Source, read: Callable[[Unit], Rows]) -> _Border:
-    """Finds where the last tenth of the characters begins.
+    """Find where the last tenth of the characters begins.
 
     Of a remote source, or one above 16 MiB, only the end is read, which also shows how many characters its bytes are.
     """

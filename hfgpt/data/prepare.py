@@ -58,7 +58,7 @@ def prepare_data(
     tokenizer: PreTrainedTokenizerFast | None = None,
     saved_rule: str | None = None,
 ) -> TextData:
-    """Opens the text, holds out validation, loads or trains the tokenizer (unless given), and makes the stream.
+    """Open the text, hold out validation, load or train the tokenizer (unless given), and make the stream.
 
     `streaming`: True for a document stream, False for blocks in memory, "auto" for memory up to 16 MiB of local or
     embedded text. Without `eval_dataset`, the last tenth of the text is held out. Training never sees a validation
@@ -115,7 +115,7 @@ def prepare_data(
 
 
 def describe_skipped(skipped: Counter[str]) -> list[str]:
-    """A line each for rows without text and for text that the tokenizer does not represent, if there are any."""
+    """Return a line each for rows without text and for text that the tokenizer does not represent, if there are any."""
     rows: list[str] = []
     losses: list[str] = []
     for reason, count in sorted(skipped.items()):
@@ -175,7 +175,7 @@ def _describe_tokenizer(config: PretrainConfig, tokenizer: PreTrainedTokenizerFa
 def _fingerprint(
     config: PretrainConfig, source: Source, encoder: Encoder, held_out: HeldOut, blocks_per_step: int
 ) -> dict[str, Any]:
-    """Everything that the tokens and their order depend on. Recorded, and compared on resume."""
+    """Return everything that the tokens and their order depend on. Recorded, and compared on resume."""
     return {
         **{f"dataset.{key}": value for key, value in source.fingerprint.items()},
         "tokenizer": encoder.fingerprint,
@@ -194,7 +194,7 @@ def _shape(fingerprint: dict[str, Any]) -> dict[str, int]:
 def _memory_blocks(
     encoder: Encoder, texts: list[str], fingerprint: dict[str, Any], skipped: Counter[str]
 ) -> tuple[MemoryBlocks, str]:
-    """The stream of a text in memory, and its description. Counts in `skipped` what the tokenizer loses."""
+    """Return the stream of a text in memory, and its description. Counts in `skipped` what the tokenizer loses."""
     documents = _encode(encoder, texts)
     skipped.update(_losses(documents))
     tokens = encoder.joined(documents)
@@ -213,7 +213,7 @@ def _memory_blocks(
 def _encode_validation(
     config: PretrainConfig, encoder: Encoder, held_out: HeldOut, skipped: Counter[str]
 ) -> tuple[np.ndarray, int | None, list[str]]:
-    """The validation tokens, their bytes without the first token, and lines for the plan.
+    """Return the validation tokens, their bytes without the first token, and lines for the plan.
 
     Counts in `skipped` what the tokenizer loses of the documents that are used.
     """
@@ -248,7 +248,7 @@ def _losses(documents: list[Document]) -> Counter[str]:
 
 
 def _first_documents(documents: list[Document], count: int | None) -> list[Document]:
-    """Those that have the first `count` ids; all of them for None."""
+    """Return those that have the first `count` ids; all of them for None."""
     if count is None:
         return documents
     ends = np.cumsum([len(document.ids) for document in documents])
@@ -257,7 +257,7 @@ def _first_documents(documents: list[Document], count: int | None) -> list[Docum
 
 
 def _first_tokens(encoder: Encoder, documents: Iterable[str], count: int) -> np.ndarray:
-    """The first `count` tokens of the documents, or all there are."""
+    """Return the first `count` tokens of the documents, or all there are."""
     pieces: list[np.ndarray] = []
     for document in documents:
         pieces += encoder.encode([document])
@@ -267,5 +267,5 @@ def _first_tokens(encoder: Encoder, documents: Iterable[str], count: int) -> np.
 
 
 def _shuffled_documents(source: Source, seed: int) -> Iterator[str]:
-    """Documents of the units in a fixed random order."""
+    """Yield the documents of the units in a fixed random order."""
     return read_documents(source, [source.units[i] for i in permutation(len(source.units), seed)], Counter())

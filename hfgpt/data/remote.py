@@ -31,13 +31,13 @@ _retries: list[dict[str, Any]] = []
 
 
 def take_retries() -> list[dict[str, Any]]:
-    """The records of this process's retries since the last call: `what, reason, tries, waited_seconds`."""
+    """Return the records of this process's retries since the last call: `what, reason, tries, waited_seconds`."""
     records, _retries[:] = list(_retries), []
     return records
 
 
 def read_with_retries(read: Callable[[], T], what: str, patience_seconds: float) -> T:
-    """Returns what `read` returns, waiting out faults of the network for `patience_seconds`.
+    """Return what `read` returns, waiting out faults of the network for `patience_seconds`.
 
     A refusal (no such file, no permission) is raised at once, and the error of a broken file after a few tries.
     Raises RunError when the patience is used up. Each retry is logged and recorded, those of the Hub client too.
@@ -63,7 +63,7 @@ def _record_retry(what: str, reason: str, tries: int, waited_seconds: float, nex
 
 @contextlib.contextmanager
 def _client_retries_recorded(what: str) -> Iterator[None]:
-    """Turns the Hub client's log lines about its own retries into our records and log lines."""
+    """Turn the Hub client's log lines about its own retries into our records and log lines."""
     start, reason = time.monotonic(), "fault"
 
     def keep(record: logging.LogRecord) -> bool:
@@ -87,7 +87,7 @@ def _client_retries_recorded(what: str) -> Iterator[None]:
 
 
 def find_hub_fault() -> str | None:
-    """Why the Hub cannot be reached, found within seconds; None if it gives any answer, or is not to be asked."""
+    """Return why the Hub cannot be reached, within seconds; None if it gives any answer, or is not to be asked."""
     from huggingface_hub import constants
     from huggingface_hub.utils import get_session
 
@@ -112,7 +112,7 @@ def find_hub_fault() -> str | None:
 
 
 def check_hub(given: str, repository: str) -> None:
-    """Raises UserError, beginning with `given`, if the Hub is unreachable and has nothing of `repository` cached."""
+    """Raise UserError, beginning with `given`, if the Hub is unreachable and has nothing of `repository` cached."""
     from huggingface_hub import try_to_load_from_cache
 
     repository = repository.partition("@")[0]
@@ -127,7 +127,7 @@ def check_hub(given: str, repository: str) -> None:
 def hub_files(
     dataset: str, name: str | None, split: str, revision: str | None, patience_seconds: float
 ) -> tuple[list[str], str]:
-    """The files of one split, as URLs (hf://datasets/ID@COMMIT/PATH) or cached paths when offline, and the commit.
+    """Return one split's files, as URLs (hf://datasets/ID@COMMIT/PATH) or cached paths when offline, and the commit.
 
     Raises UserError if they do not exist or access is not allowed.
     """
@@ -162,7 +162,7 @@ def hub_files(
 
 
 def _find_splits(dataset: str, name: str | None, revision: str | None) -> tuple[Any, str]:
-    """Files by split, and the commit that the revision stands for."""
+    """Return files by split, and the commit that the revision stands for."""
     from datasets import load_dataset_builder  # late: takes seconds to import
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.constants import HF_HUB_OFFLINE
@@ -175,7 +175,7 @@ def _find_splits(dataset: str, name: str | None, revision: str | None) -> tuple[
 
 
 def model_files(name: str, setting: str = "init_from=") -> Path:
-    """The folder or file of a model: a local path as it is, or ID or ID@REVISION downloaded to the Hub's cache.
+    """Return the folder or file of a model: a local path as it is, or ID or ID@REVISION downloaded to the Hub's cache.
 
     Raises UserError, beginning with `setting` and the name, if there is neither.
     """
@@ -198,13 +198,13 @@ def model_files(name: str, setting: str = "init_from=") -> Path:
 
 
 def pinned_name(name: str, files: Path) -> str:
-    """A lasting name for what `model_files` found under `name`: a path without links, or ID@COMMIT."""
+    """Return a lasting name for what `model_files` found under `name`: a path without links, or ID@COMMIT."""
     return str(files.resolve()) if Path(name).exists() else f"{name.partition('@')[0]}@{files.name}"
 
 
 @contextlib.contextmanager
 def quiet_hub() -> Iterator[None]:
-    """Keeps the Hub client from logging its own retries, where the outcome is reported in one line anyway."""
+    """Keep the Hub client from logging its own retries, where the outcome is reported in one line anyway."""
     client = logging.getLogger("huggingface_hub")
     level = client.level
     client.setLevel(logging.CRITICAL)

@@ -18,7 +18,7 @@ from hfgpt.errors import UserError, message
 
 
 def read_rows(file: str, patience_seconds: float = 900.0) -> Iterator[tuple[int, Any]]:
-    """Yields the number (from 1) and the content of each row of a jsonl or parquet file that fits into memory.
+    """Yield the number (from 1) and the content of each row of a jsonl or parquet file that fits into memory.
 
     Skips blank lines. Raises UserError like `Source.read`, and for a line that is not JSON.
     """

@@ -44,7 +44,7 @@ def generate(
     batch_size: int = 8,
     stream: Stream | None = None,
 ) -> Iterator[str]:
-    """Yields `num_samples` continuations of each prompt, prompt after prompt, without the prompt and the separator.
+    """Yield `num_samples` continuations of each prompt, prompt after prompt, without the prompt and the separator.
 
     A sample ends at the separator (end-of-text) or after `max_new_tokens`. Beyond the model's positions, each token is
     predicted from the last `n_positions` ids. An empty prompt starts from the separator, with a character tokenizer
@@ -145,7 +145,7 @@ class _Sample:
 
 
 def _added(before: str, text: str) -> str:
-    """The part of `text` after its beginning `before`, or after what the two have in common."""
+    """Return the part of `text` after its beginning `before`, or after what the two have in common."""
     if text.startswith(before):
         return text[len(before) :]
     pairs = itertools.zip_longest(before, text)
@@ -191,7 +191,7 @@ def make_pick(
     seed: int | None,
     number: int,
 ) -> Pick:
-    """Returns a function that picks an id below `entries`, none of `unused`, with random numbers of sample `number`."""
+    """Return a function that picks an id below `entries`, none of `unused`, with random numbers of sample `number`."""
 
     def of_tokens(logits_V: Tensor) -> Tensor:
         return logits_V[:entries].index_fill(0, unused.to(logits_V.device), -torch.inf)
@@ -224,7 +224,7 @@ def make_pick(
 def generate_ids(
     model: Any, prompts: list[list[int]], picks: list[Pick], max_new_tokens: int, limit: int, eos: int | None
 ) -> Iterator[tuple[int, int]]:
-    """Yields (row, next id) for rows of ids of any lengths, until each has ended by `eos` or `max_new_tokens`.
+    """Yield (row, next id) for rows of ids of any lengths, until each has ended by `eos` or `max_new_tokens`.
 
     Rows of up to `limit` ids use a KV cache; beyond that, the model gets the last `limit` ids again for each token.
     """
@@ -251,7 +251,7 @@ def generate_ids(
 
 
 def _pad(rows: list[list[int]], columns: slice, device: torch.device) -> tuple[Tensor, dict[str, Tensor]]:
-    """The ids (B, T) of the `columns` that are new to the model, padded at the left, and the arguments that say so."""
+    """Return the ids (B, T) of the `columns` new to the model, padded at the left, and the arguments that say so."""
     longest = max(map(len, rows))
     pads = [longest - len(ids) for ids in rows]
     ids_BT = torch.tensor([[0] * pad + ids for pad, ids in zip(pads, rows, strict=True)], device=device)
@@ -263,7 +263,7 @@ def _pad(rows: list[list[int]], columns: slice, device: torch.device) -> tuple[T
 
 
 def read_prompts(path: Path) -> list[str]:
-    """Reads the prompts of a file: its lines that are not empty, or the field `prompt` of the rows of a .jsonl file.
+    """Read a file of prompts: one in each line that is not empty; of a .jsonl file, the field `prompt` of each row.
 
     Raises UserError that names the line without a prompt.
     """

@@ -82,14 +82,16 @@ def export(checkpoint: Path, folder: Path, dtype: str = "float32", untie_head: b
 
 
 def _load_tokenizer(name: str, text: Path | None, n_positions: int) -> PreTrainedTokenizerFast:
-    """The tokenizer of an imported model, which must give the checkpoint's ids."""
-    fix = "--tokenizer char --text FILE, the text that it was made from"
+    """Return the tokenizer of an imported model, which must give the checkpoint's ids."""
+    fix = "--tokenizer char --text FILE, the text that the model was trained on"
     if name.endswith(".pkl"):
         raise UserError(f"tokenizer={name}: a pickle can run code, and is not read; give {fix}")
     if name.startswith("bpe-"):
         raise UserError(f"tokenizer={name}: training it again would change its ids; name a folder")
-    if (name == "char") != (text is not None):
-        raise UserError(f"tokenizer={name}: text={text}; for a model of characters give {fix}")
+    if name == "char" and text is None:
+        raise UserError(f"tokenizer=char: its characters come from a text; give {fix}")
+    if name != "char" and text is not None:
+        raise UserError(f"text={text}: tokenizer={name} is not made from it; leave it out, or give {fix}")
     try:
         characters = read_text_file(text) if text else ""
     except (OSError, UnicodeDecodeError) as error:

@@ -94,7 +94,7 @@ def push(
 
 
 def check_access(repo_id: str) -> str:
-    """The token to push with. Raises UserError for a name that no repository can have, or if there is no token."""
+    """Return the token to push with. Raises UserError for an impossible name of a repository, or without a token."""
     try:
         validate_repo_id(repo_id)
     except HFValidationError as error:
@@ -147,7 +147,7 @@ def _upload(
     license: str | None,
     language: str | None,
 ) -> str:
-    """All requests of a push. Each finds what was done before, so the whole can be tried again."""
+    """Make all requests of a push. Each finds what was done before, so the whole can be tried again."""
     name = repo_id if "/" in repo_id else f"{api.whoami()['name']}/{repo_id}"
     _check_card(license, language)
     files = _files(folder, name, revision, license, language)
@@ -173,7 +173,7 @@ def _upload(
 def _files(
     folder: Path, repo_id: str, revision: str | None, license: str | None, language: str | None
 ) -> dict[str, Path | bytes]:
-    """What is uploaded, by its name in the repository.
+    """Return what is uploaded, by its name in the repository.
 
     If the folder has a manifest, only files in it: one that was added later is not the checkpoint's. A folder without
     training state keeps its own card.
@@ -238,7 +238,7 @@ def _retry(call: Callable[[], T], upload_bytes: int = 0, tries: int = TRIES) -> 
 
 
 def _cause(error: Exception, repo_id: str, token: str) -> str:
-    """One line, without the token."""
+    """Return the cause in one line, without the token."""
     response = getattr(error, "response", None)
     if response is None:
         chain = [error] if isinstance(error, ValueError) else filter(None, (error, error.__cause__))
@@ -255,5 +255,5 @@ def _cause(error: Exception, repo_id: str, token: str) -> str:
 
 
 def _without_signatures(text: str) -> str:
-    """The queries of storage addresses let anybody who has them write there."""
+    """Leave out the queries of storage addresses, which let anybody who has them write there."""
     return re.sub(r"(https?://[^\s'\"?]+)\?[^\s'\"]*", r"\1", text)

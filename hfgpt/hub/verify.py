@@ -33,7 +33,7 @@ TOLERANCE_16_BITS, TOLERANCE_FLOAT32 = 0.02, 1e-3
 
 
 def verify(folder: str | Path) -> dict[str, Any]:
-    """Facts about a checkpoint folder, and `problems`: a line for each thing that stops or surprises other tools.
+    """Return facts about a checkpoint folder, and `problems`: what stops or surprises other tools, a line for each.
 
     `loss` is the evaluation loss as stock transformers gives it in float32, on the held-out tokens of the run;
     `loss_not_checked` says why it is missing. Python warnings of transformers are logged, and are no problems.
@@ -68,7 +68,7 @@ def verify(folder: str | Path) -> dict[str, Any]:
 
 
 def _file_problems(folder: Path) -> list[str]:
-    """What is wrong with the files of a folder, before any of them is loaded."""
+    """Return what is wrong with the files of a folder, before any of them is loaded."""
     problems = []
     if (folder / MANIFEST).exists() and (damage := find_damage(folder, MODEL_FILES)):
         problems.append(damage)
@@ -101,7 +101,7 @@ def _load_in_clean_process(
 
 
 def _evaluation(folder: Path) -> tuple[float, float, tuple[np.ndarray, np.ndarray]]:
-    """The recorded loss of a checkpoint, the tolerance, and inputs and targets. Raises UserError if there is none."""
+    """Return a checkpoint's recorded loss, the tolerance, and inputs and targets. Raises UserError if there is none."""
     if not (folder / STATE).is_dir():
         raise UserError("the folder has no training_state, so its evaluation is unknown")
     trainer, data = read_state(folder, "trainer_state"), read_state(folder, "data_state")
@@ -122,7 +122,7 @@ def _evaluation(folder: Path) -> tuple[float, float, tuple[np.ndarray, np.ndarra
 
 
 def _find_surprises(found: dict[str, Any]) -> list[str]:
-    """What other tools would not expect. Removes `has_special_tokens` from `found`."""
+    """Return what other tools would not expect. Removes `has_special_tokens` from `found`."""
     expected: dict[str, Any] = {"class": "GPT2LMHeadModel", "architectures": ["GPT2LMHeadModel"]}
     expected |= {"model_type": "gpt2", "remote_code": False, "finite": True}
     problems = [f"{key} is {found[key]}, not {value}" for key, value in expected.items() if found[key] != value]

@@ -146,7 +146,7 @@ class GPT2LMHeadModel(PreTrainedModel, GenerationMixin):
         self.transformer.wte = value
 
     def _init_weights(self, module: nn.Module) -> None:
-        """GPT-2's initialisation: matrices normal(0, 0.02), biases 0, norms 1.
+        """Initialise as GPT-2: matrices normal(0, 0.02), biases 0, norms 1.
 
         The 2 L projections that add to the residual stream are divided by sqrt(2 L), which keeps its variance.
         """
@@ -232,7 +232,7 @@ class GPT2LMHeadModel(PreTrainedModel, GenerationMixin):
     def save_pretrained(
         self, save_directory: Any, is_main_process: bool = True, state_dict: Any = None, **options: Any
     ) -> Any:
-        """Saves as the base class does, with the parameter names of OpenAI's file: without "transformer." in front.
+        """Save as the base class does, with the parameter names of OpenAI's file: without "transformer." in front.
 
         Stock transformers reads names of both kinds, mlx-lm only these. With an untied head the prefix stays, because
         transformers 4 reads `lm_head.weight` only beside prefixed names.
@@ -245,14 +245,14 @@ class GPT2LMHeadModel(PreTrainedModel, GenerationMixin):
 
 
 def to_parameter_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Returns the tensors of a file under the model's parameter names, whether or not the file's have the prefix."""
+    """Return the tensors of a file under the model's parameter names. The names in a file may lack the prefix."""
     return {name if name.startswith((PREFIX, "lm_head.")) else PREFIX + name: value for name, value in tensors.items()}
 
 
 def new_model(
     size: str | dict[str, Any], tokenizer: PreTrainedTokenizerBase, seed: int, weights: dict[str, Tensor] | None = None
 ) -> GPT2LMHeadModel:
-    """Makes a model of a named size, or of GPT2Config fields, with a row for each id of the tokenizer.
+    """Make a model of a named size, or of GPT2Config fields, with a row for each id of the tokenizer.
 
     Its weights are random by `seed`, or `weights`, by parameter name.
     """

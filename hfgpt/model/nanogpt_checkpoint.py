@@ -1,4 +1,4 @@
-"""Reads nanoGPT's ckpt.pt as a GPT-2 model, without running code from it."""
+"""Read nanoGPT's ckpt.pt as a GPT-2 model, without running code from it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class NanoGPT(NamedTuple):
 
 
 def read_nanogpt(path: Path, where: str) -> NanoGPT:
-    """Reads the model in a nanoGPT checkpoint. Raises UserError, which begins with `where`, for any other file."""
+    """Read the model in a nanoGPT checkpoint. Raises UserError, which begins with `where`, for any other file."""
     content = _load(path, where)
     if not isinstance(content, dict) or not all(isinstance(content.get(key), dict) for key in ("model", "model_args")):
         raise UserError(f"{where}: not a nanoGPT checkpoint, which has a `model` and its `model_args`; give ckpt.pt")
@@ -85,7 +85,9 @@ def _load(path: Path, where: str) -> Any:
 
 def _read_config(args: dict[str, Any], tensors: dict[str, Any], where: str) -> GPT2Config:
     if missing := [name for name in (*_FIELDS, "vocab_size") if name not in args]:
-        raise UserError(f"{where}: model_args has no {', '.join(missing)}; give a checkpoint of nanoGPT's train.py")
+        raise UserError(
+            f"{where}: model_args has no {', '.join(missing)}; give a ckpt.pt that nanoGPT's train.py wrote"
+        )
     layers = len({name.split(".")[2] for name in tensors if re.match(r"transformer\.h\.\d+\.", name)})
     if args["n_layer"] != layers:
         raise UserError(f"{where}: model_args has n_layer={args['n_layer']}, but there are tensors of {layers} layers")
@@ -111,7 +113,7 @@ def _find_problem(value: Any, shape: tuple[int, ...]) -> str | None:
 
 
 def _describe(path: Path, content: dict[str, Any]) -> str:
-    """Names the file, with the step and loss that it states."""
+    """Return the name of the file, with the step and loss that it states."""
     step, loss = content.get("iter_num"), content.get("best_val_loss")
     facts = [f"step {step:,}"] if isinstance(step, int) else []
     # nanoGPT writes 1e9 until its first evaluation.

@@ -196,7 +196,7 @@ def evaluate_or_stop(run: TrainingRun) -> None:
 
 
 def complete(run: TrainingRun) -> None:
-    """After the last step: evaluate if that is missing, save the last checkpoint, end the records."""
+    """Finish after the last step: evaluate if that is missing, save the last checkpoint, end the records."""
     progress, max_steps = run.progress, run.plan.max_steps
     if not run.is_complete and run.is_main:
         print(f"Stopped at step {progress.step} of {max_steps}: {run.callbacks.why_stopped()}", flush=True)
