@@ -108,8 +108,7 @@ def trained(config, *callbacks) -> TrainingRun:
 
 
 def records(run: TrainingRun, key="loss") -> list[dict]:
-    lines = [json.loads(line) for line in run.folder.metrics.read_text().splitlines()]
-    return [line for line in lines if key in line]
+    return lines(run.folder.path, key)
 
 
 def lines(folder, key="loss"):

@@ -23,9 +23,7 @@ TEXT_OPTIONS = (
 
 def evaluate(
     context: typer.Context,
-    checkpoint: Annotated[
-        str, Argument(parser=path_or_id, help="Folder of a checkpoint, or folder or Hub id of any causal model.")
-    ],
+    checkpoint: Annotated[str, Argument(parser=path_or_id, help="Folder, or Hub id, of any causal language model.")],
     dataset: Annotated[
         str | None, Option("--dataset", parser=path_or_id, help="File, folder, glob, Hub id or embedded.")
     ] = None,

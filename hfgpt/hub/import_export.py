@@ -16,7 +16,7 @@ from hfgpt.hub.model_card import export_card, plain_card
 from hfgpt.model.configuration_gpt2 import fields_of
 from hfgpt.model.flops import parameter_counts
 from hfgpt.model.modeling_gpt2 import GPT2LMHeadModel, new_model
-from hfgpt.model.nanogpt_checkpoint import read_nanogpt
+from hfgpt.model.nanogpt_checkpoint import describe_nanogpt
 from hfgpt.model.pretrained import fit_vocabulary, load_model
 
 
@@ -30,8 +30,8 @@ def import_nanogpt(checkpoint: Path, folder: Path, tokenizer_name: str | None, t
     if not checkpoint.is_file():
         raise UserError(f"{where}: no such file; give nanoGPT's ckpt.pt")
     refuse_existing(folder)
-    origin = read_nanogpt(checkpoint, where).origin
-    report, model = [f"imported {origin}"], load_model(checkpoint, where)
+    model, origin = load_model(checkpoint, where), describe_nanogpt(checkpoint, where)
+    report = [f"imported {origin}"]
     if tokenizer_name is None:
         rows, tokenizer = model.config.vocab_size, None
         report.append(f"no --tokenizer was given: the folder holds only the model, with all its {rows:,} rows")

@@ -27,6 +27,7 @@ from hfgpt.model.configuration_gpt2 import model_rows
 
 logger = logging.getLogger(__name__)
 
+REQUIRED = ("model.safetensors", "generation_config.json")
 SCRIPT = Path(__file__).with_name("load_with_transformers.py")
 # How far the loss may be from the recorded one: training may have evaluated in 16 bits, this is in float32.
 TOLERANCE_16_BITS, TOLERANCE_FLOAT32 = 0.02, 1e-3
@@ -44,7 +45,7 @@ def verify(folder: str | Path) -> dict[str, Any]:
         raise UserError(f"checkpoint {folder}: no config.json; give a checkpoint folder")
     facts: dict[str, Any] = {"checkpoint": str(folder)}
     problems = _file_problems(folder)
-    if any(not (folder / name).is_file() for name in ("model.safetensors", "generation_config.json")):
+    if not all((folder / name).is_file() for name in REQUIRED):
         return {**facts, "problems": problems}
     recorded, tolerance, blocks = None, TOLERANCE_FLOAT32, None
     try:
@@ -72,8 +73,7 @@ def _file_problems(folder: Path) -> list[str]:
     problems = []
     if (folder / MANIFEST).exists() and (damage := find_damage(folder, MODEL_FILES)):
         problems.append(damage)
-    required = ("model.safetensors", "generation_config.json")
-    problems += [f"{name} is missing" for name in required if not (folder / name).is_file()]
+    problems += [f"{name} is missing" for name in REQUIRED if not (folder / name).is_file()]
     for path in sorted(folder.glob("*.json")):
         with contextlib.suppress(OSError, ValueError, RecursionError, TypeError, AttributeError):
             content = json.loads(read_text_file(path))

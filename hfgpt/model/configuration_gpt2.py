@@ -87,9 +87,7 @@ def _checked_field(key: str, value: Any) -> Any:
     if key in _DROPOUTS and not 0 <= value < 1:
         raise UserError(f"{where}: must be at least 0 and below 1")
     if key == "activation_function" and value not in ACT2FN:
-        raise UserError(
-            f"{where}: transformers has no such activation function; {_near(value, ACT2FN)}GPT-2's is gelu_new"
-        )
+        raise UserError(f"{where}: transformers has no such function; {_near(value, ACT2FN)}GPT-2's is gelu_new")
     return value
 
 

@@ -25,11 +25,10 @@ _TRANSPOSED = re.compile(r"\.(attn\.c_attn|attn\.c_proj|mlp\.c_fc|mlp\.c_proj)\.
 
 
 class NanoGPT(NamedTuple):
-    """`config` without special ids, `tensors` in float32 with GPT-2's names and shapes, `origin`: a description."""
+    """`config` without special ids, `tensors` in float32 with GPT-2's names and shapes."""
 
     config: GPT2Config
     tensors: dict[str, Tensor]
-    origin: str
 
 
 def read_nanogpt(path: Path, where: str) -> NanoGPT:
@@ -62,7 +61,7 @@ def read_nanogpt(path: Path, where: str) -> NanoGPT:
         problems.append(f"{where}: nanoGPT's model has no {unknown}; this file is of another model")
     if problems:
         raise UserError(*problems[:3])
-    return NanoGPT(config, tensors, _describe(path, content))
+    return NanoGPT(config, tensors)
 
 
 def _load(path: Path, where: str) -> Any:
@@ -85,9 +84,7 @@ def _load(path: Path, where: str) -> Any:
 
 def _read_config(args: dict[str, Any], tensors: dict[str, Any], where: str) -> GPT2Config:
     if missing := [name for name in (*_FIELDS, "vocab_size") if name not in args]:
-        raise UserError(
-            f"{where}: model_args has no {', '.join(missing)}; give a ckpt.pt that nanoGPT's train.py wrote"
-        )
+        raise UserError(f"{where}: model_args has no {', '.join(missing)}; give a ckpt.pt of nanoGPT's train.py")
     layers = len({name.split(".")[2] for name in tensors if re.match(r"transformer\.h\.\d+\.", name)})
     if args["n_layer"] != layers:
         raise UserError(f"{where}: model_args has n_layer={args['n_layer']}, but there are tensors of {layers} layers")
@@ -112,8 +109,9 @@ def _find_problem(value: Any, shape: tuple[int, ...]) -> str | None:
     return None if value.isfinite().all() else "holds values that are not finite"
 
 
-def _describe(path: Path, content: dict[str, Any]) -> str:
-    """Return the name of the file, with the step and loss that it states."""
+def describe_nanogpt(path: Path, where: str) -> str:
+    """Return the name of a nanoGPT checkpoint, with the step and loss that it states."""
+    content = _load(path, where)
     step, loss = content.get("iter_num"), content.get("best_val_loss")
     facts = [f"step {step:,}"] if isinstance(step, int) else []
     # nanoGPT writes 1e9 until its first evaluation.

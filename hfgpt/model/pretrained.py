@@ -51,7 +51,7 @@ def load_model(source: Path, where: str) -> GPT2LMHeadModel:
     # Only safetensors: the other format of weights can run code.
     options = {"dtype": torch.float32, "output_loading_info": True, "local_files_only": True, "use_safetensors": True}
     if source.is_file():
-        config, tensors, _ = read_nanogpt(source, where)
+        config, tensors = read_nanogpt(source, where)
         options |= {"config": config, "state_dict": tensors}
     else:
         read_config(source, where)
