@@ -79,27 +79,14 @@ def _whole(value: Any) -> int:
     """Return the whole number that `value` is, exactly: 1e9, 1.5e3 and 9_007_199_254_740_993 are ones too."""
     if not abs(float(value)) <= WHOLE_BELOW:
         raise ValueError
-    if isinstance(value, str):
-        try:
-            exact = int(value)
-        except ValueError:
-            exact = int(number := _decimal(value))
-            if exact != number:
-                raise ValueError from None
-    else:
-        exact = int(value)
-        if exact != value:
-            raise ValueError
-    if abs(exact) >= WHOLE_BELOW:
-        raise ValueError
-    return exact
-
-
-def _decimal(text: str) -> Decimal:
     try:
-        return Decimal(text)
+        number = Decimal(value) if isinstance(value, str) else value
     except ArithmeticError:  # an exponent of twenty digits
         raise ValueError from None
+    exact = int(number)
+    if exact != number or abs(exact) >= WHOLE_BELOW:
+        raise ValueError
+    return exact
 
 
 def describe(hint: Any) -> str:

@@ -26,7 +26,7 @@ def local_files(dataset: str) -> tuple[list[str], list[str]] | None:
     """
     path = Path(os.path.abspath(os.path.expanduser(dataset)))
     if path.is_dir():
-        return _choose_files(dataset, list(_files_below(str(path))))
+        return _choose_files(dataset, list(_glob(os.path.join(glob.escape(str(path)), "**"))))
     if path.exists():
         return _choose_files(dataset, [str(path)])
     if glob.has_magic(dataset):
@@ -99,11 +99,6 @@ def _glob(pattern: str) -> Iterator[str]:
     for base in glob.glob(os.sep.join(parts[:at]) + os.sep):
         for folder in _folders_below(base):
             yield from _glob(os.path.join(glob.escape(folder), rest))
-
-
-def _files_below(base: str) -> Iterator[str]:
-    for folder in _folders_below(base):
-        yield from glob.glob(os.path.join(glob.escape(folder), "*"))
 
 
 def _folders_below(base: str) -> Iterator[str]:
