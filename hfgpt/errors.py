@@ -33,22 +33,22 @@ class RunError(RuntimeError):
 
 
 def first_line(error: BaseException) -> str:
-    """The type of an exception and the first line of its message."""
-    return f"{type(error).__name__}: {message(error)}"
+    """Return the type of an exception and the first line of its message."""
+    return f"{type(error).__name__}: {message(error) if str(error).strip() else 'no message'}"
 
 
 def message(error: BaseException) -> str:
-    """The first line of an exception's message."""
-    return (str(error).strip() or "no message").splitlines()[0]
+    """Return the first line of an exception's message, or its type where it has none."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def one_line(error: BaseException) -> str:
-    """An exception's message, with spaces for line ends."""
+    """Return an exception's message, with spaces for line ends."""
     return " ".join(str(error).split())
 
 
 def name_process(error: UserError | RunError, process: str) -> UserError | RunError:
-    """The same error, with the name of its process before each problem."""
+    """Return the same error, with the name of its process before each problem."""
     if isinstance(error, UserError):
         return UserError(*(f"{process}: {problem}" for problem in error.problems))
     return RunError(f"{process}: {error}", error.exit_code, error.everywhere)

@@ -20,11 +20,12 @@ AUTO = "auto"
 NOT_CONVERTIBLE = (ValueError, TypeError, OverflowError)
 NO_VALUE: list[Any] = []  # of a flag that stands alone; no setting is a list
 WHOLE_BELOW = 2**63  # what JSON readers, torch and numpy hold
+_TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 LARGEST_YAML_BYTES = 2**16  # beyond which reading takes seconds
 
 
 def convert(value: Any, hint: Any) -> Any:
-    """`value` (text from a command line, or YAML) as the type `hint`; ValueError where it is not one."""
+    """Return `value` (text from a command line, or YAML) as the type `hint`. Raises ValueError where it is not one."""
     origin, options = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         is_mapping = isinstance(value, str) and value.lstrip().startswith("{")
@@ -56,18 +57,8 @@ def convert(value: Any, hint: Any) -> Any:
     if isinstance(value, dict | list) or value is None:
         raise ValueError
     if hint is bool:
-        known = {
-            "true": True,
-            "yes": True,
-            "on": True,
-            "1": True,
-            "false": False,
-            "no": False,
-            "off": False,
-            "0": False,
-        }
-        if str(value).lower() in known:
-            return known[str(value).lower()]
+        if (word := str(value).lower()) in _TRUE + _FALSE:
+            return word in _TRUE
         raise ValueError
     if isinstance(value, bool):
         raise ValueError
@@ -79,37 +70,24 @@ def convert(value: Any, hint: Any) -> Any:
 
 
 def duration(seconds: float) -> str:
-    """`1:02:03` or `5 days, 1:02:03`; what no clock shows is `over 1000 years`."""
+    """Format as `1:02:03` or `5 days, 1:02:03`; what no clock shows is `over 1000 years`."""
     if not seconds < 1000 * 365.25 * 86400:
         return "over 1000 years"
     return str(timedelta(seconds=round(seconds)))
 
 
 def _whole(value: Any) -> int:
-    """The whole number that `value` is, exactly: 1e9, 1.5e3 and 9_007_199_254_740_993 are ones too."""
+    """Return the whole number that `value` is, exactly: 1e9, 1.5e3 and 9_007_199_254_740_993 are ones too."""
     if not abs(float(value)) <= WHOLE_BELOW:
         raise ValueError
-    if isinstance(value, str):
-        try:
-            exact = int(value)
-        except ValueError:
-            exact = int(number := _decimal(value))
-            if exact != number:
-                raise ValueError from None
-    else:
-        exact = int(value)
-        if exact != value:
-            raise ValueError
-    if abs(exact) >= WHOLE_BELOW:
-        raise ValueError
-    return exact
-
-
-def _decimal(text: str) -> Decimal:
     try:
-        return Decimal(text)
+        number = Decimal(value) if isinstance(value, str) else value
     except ArithmeticError:  # an exponent of twenty digits
         raise ValueError from None
+    exact = int(number)
+    if exact != number or abs(exact) >= WHOLE_BELOW:
+        raise ValueError
+    return exact
 
 
 def describe(hint: Any) -> str:
@@ -123,11 +101,11 @@ def describe(hint: Any) -> str:
 
 
 def shown(value: Any) -> str:
-    """A value for a message: one line of at most 200 characters, however large the value is."""
+    """Return a value for a message: one line of at most 200 characters, however large the value is."""
     if value == NO_VALUE:
         return ""
     try:
-        text = value if isinstance(value, str) else _SHORT.repr(value) if isinstance(value, dict) else _short(value)
+        text = _SHORT.repr(value) if isinstance(value, dict | list | tuple | set) else str(value)
     except ValueError:  # Python does not write numbers of thousands of digits
         text = f"({type(value).__name__})"
     return " ".join(text[:1000].split())[:200]
@@ -135,10 +113,6 @@ def shown(value: Any) -> str:
 
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 100
-
-
-def _short(value: Any) -> str:
-    return _SHORT.repr(value) if isinstance(value, list | tuple | set) else str(value)
 
 
 class YamlSettings(yaml.SafeLoader):
@@ -153,7 +127,7 @@ class YamlSettings(yaml.SafeLoader):
 
 
 def read_yaml(path: str) -> dict[str, Any]:
-    """The `key: value` lines of a settings file, with numbers as text, as a command line has them.
+    """Return the `key: value` lines of a settings file, with numbers as text, as a command line has them.
 
     YAML alone would make 1.1 of the name 1.10 and 8 of 010. Raises UserError for what is no such file.
     """

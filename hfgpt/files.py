@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def local_path(text: str) -> str:
-    """`text` with `~` and `$NAME` replaced as a shell does. ValueError, which says why, for what cannot name a file.
+    """Replace `~` and `$NAME` as a shell does. Raises ValueError, which says why, for what cannot name a file.
 
     A file whose name really has these characters is found by it.
     """
@@ -36,7 +36,7 @@ def local_path(text: str) -> str:
 
 
 def read_text_file(path: Path) -> str:
-    """The text of a regular file: a pipe or a device might never end. OSError, or ValueError where it is not UTF-8."""
+    """Read a regular file: a pipe might never end. Raises OSError, or ValueError where it is not UTF-8."""
     if path.exists() and not path.is_file():
         raise OSError(errno.EINVAL, "it is not a regular file", str(path))
     return path.read_text(encoding="utf-8")

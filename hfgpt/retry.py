@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from email.utils import parsedate_to_datetime
 from typing import TypeVar
 
-from hfgpt.errors import RunError, UserError
+from hfgpt.errors import RunError, UserError, message
 
 T = TypeVar("T")
 
@@ -29,7 +29,7 @@ def retry(
     try_seconds: float | None = None,
     longest_pause_seconds: float = math.inf,
 ) -> T:
-    """Calls `call` until it succeeds, with growing pauses between the tries, and for at most `patience_seconds` in all.
+    """Call until it succeeds, with growing pauses between the tries, and for at most `patience_seconds` in all.
 
     The Hub client repeats single requests by itself, a few times; this repeats a whole piece of work, for minutes. A
     server that asks for a longer pause gets it, but one more try always fits in before the patience ends.
@@ -57,7 +57,7 @@ def retry(
             tries, waited = tries + 1, time.monotonic() - start
             left = patience_seconds - waited
             if left <= 0 or is_last or tries == max_tries:
-                raise RunError(f"{failure} for {waited:.0f} s ({first_line(error)})") from error
+                raise RunError(f"{failure} for {waited:.0f} s ({message(error)})") from error
             longest = left - min(left / 2, LAST_TRY_SECONDS)
             wanted = min(max(pause, requested_pause(error)), longest_pause_seconds)
             is_last, pause = wanted >= longest, min(wanted, longest)
@@ -69,8 +69,10 @@ def retry(
 
 @contextlib.contextmanager
 def deadline(seconds: float, shown_seconds: float | None = None) -> Iterator[None]:
-    """Raises TimeoutError inside if it takes longer than `seconds`, even in a slow trickle of bytes that never
-    exceeds a client's own time-out. 0 means no limit, and a thread other than the main one has none.
+    """Raise TimeoutError inside if it takes longer than `seconds`.
+
+    Also in a slow trickle of bytes that never exceeds a client's own time-out. 0 means no limit, and a thread other
+    than the main one has none.
     """
     if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
         yield
@@ -92,7 +94,7 @@ def deadline(seconds: float, shown_seconds: float | None = None) -> Iterator[Non
 
 
 def is_temporary(error: BaseException) -> bool:
-    """Whether an error, or one of its causes, is a fault of the network or of a busy server."""
+    """Return whether an error, or one of its causes, is a fault of the network or of a busy server."""
     for cause in causes(error):
         status = getattr(getattr(cause, "response", None), "status_code", None)
         if status is not None:
@@ -104,7 +106,7 @@ def is_temporary(error: BaseException) -> bool:
 
 
 def requested_pause(error: BaseException) -> float:
-    """Seconds that a server asks to be left alone, by its headers RateLimit or Retry-After (a number or a date)."""
+    """Return the seconds that a server asks to be left alone, by its headers RateLimit or Retry-After."""
     from huggingface_hub.utils import parse_ratelimit_headers  # late: takes time to import
 
     for cause in causes(error):
@@ -118,21 +120,16 @@ def requested_pause(error: BaseException) -> float:
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:
-    """The error, what caused it, and so on."""
+    """Yield the error, what caused it, and so on."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
 
 
 def error_names(error: BaseException) -> set[str]:
-    """The names of the classes, base classes included, of an error and its causes."""
+    """Return the names of the classes, base classes included, of an error and its causes."""
     return {name for cause in causes(error) for name in _class_names(cause)}
 
 
 def _class_names(error: BaseException) -> set[str]:
     return {base.__name__ for base in type(error).__mro__}
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an error's message, or its type where it has none."""
-    return (str(error).strip() or type(error).__name__).split("\n")[0]

@@ -69,7 +69,7 @@ class SafeStream:
             raise RunError(f"{self._name} cannot be written: {reason}")
 
     def _discard(self) -> None:
-        """Nothing is left to be written when the interpreter closes the stream."""
+        """Leave nothing to be written when the interpreter closes the stream."""
         with suppress(OSError, ValueError, AttributeError):
             empty = os.open(os.devnull, os.O_WRONLY)
             os.dup2(empty, self._stream.fileno())
@@ -94,7 +94,10 @@ def make_safe(must_write: bool = False) -> None:
 
 @contextmanager
 def safe() -> Iterator[None]:
-    """`make_safe` for what is done inside; for longer where output was lost, or Python's own end would fail on it."""
+    """Call `make_safe` for the code inside.
+
+    A stream that lost output stays safe after that, as Python's flush at the end of the process would fail on it.
+    """
     before = {name: getattr(sys, name) for name in NAMES}
     make_safe()
     try:

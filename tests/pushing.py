@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 
 import pytest
 from hub_server import HubServer
 from huggingface_hub import constants
-from running import trained
+from running import trained_on_documents
 
-from hfgpt import PretrainConfig
 from hfgpt.hub import push as hub
 
 TOKEN = "hf_SECRETSECRETSECRET"
@@ -20,13 +18,7 @@ TOKEN = "hf_SECRETSECRETSECRET"
 def original(tmp_path_factory):
     """A run of two steps with an evaluation, below a folder with a telling name."""
     root = tmp_path_factory.mktemp("home_of_alice")
-    texts = [f"document {n} says {n * n % 101} and {n % 7}" for n in range(400)]
-    (root / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    settings = {"dataset": str(root / "text.jsonl"), "tokenizer": "bpe-300", "sequence_length": 16, "eval_steps": 2}
-    model = {"n_layer": 1, "n_head": 1, "n_embd": 16, "n_positions": 32}
-    flags = {"max_steps": 2, "mixed_precision": "no", "torch_compile": False, "logging_steps": 1}
-    trained(PretrainConfig(output_dir=str(root / "run"), model=model, **settings, **flags))
-    return root / "run"
+    return trained_on_documents(root, eval_steps=2, max_steps=2, logging_steps=1)
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import torch
 from forked import FORK, Forked
 from transformers import TrainerCallback
 
-from hfgpt import Pretrainer
+from hfgpt import PretrainConfig, Pretrainer
 from hfgpt.distributed.stop_signals import StopSignals
 from hfgpt.training.run import TrainingRun
 from hfgpt.training.setup import prepare
@@ -74,6 +74,27 @@ def prepared(config, *callbacks) -> TrainingRun:
     return prepare(config, callbacks, StopSignals())
 
 
+def trained_on_documents(root: Path, **settings) -> Path:
+    """The folder of a tiny run on 400 short documents, both below `root`."""
+    texts = [f"document {n} says {n * n % 101} and {n % 7}" for n in range(400)]
+    (root / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    model = {"n_layer": 1, "n_head": 1, "n_embd": 16, "n_positions": 32}
+    fixed = {"dataset": str(root / "text.jsonl"), "tokenizer": "bpe-300", "sequence_length": 16}
+    fixed |= {"output_dir": str(root / "run"), "mixed_precision": "no", "torch_compile": False}
+    return trained(PretrainConfig(**{"model": model, **fixed, **settings})).folder.path
+
+
+def seconds_of_three_steps(run: TrainingRun, now: list[float]) -> float:
+    """What the clock of `run` shows after three steps of 2 s; it reads `now`, which callbacks may move."""
+    run.callbacks.mfu.clock = lambda: now[0]
+    run.callbacks.call("on_train_begin")
+    for _ in range(3):
+        now[0] += 2.0
+        run.progress.step += 1
+        run.callbacks.call("on_step_end")
+    return run.callbacks.mfu.total_seconds
+
+
 def first_step(run: TrainingRun) -> StepResult:
     """That of `run`, on its own text."""
     return run.step(*run.step.to_tensors(next(run.batches).blocks), 1)
@@ -87,8 +108,7 @@ def trained(config, *callbacks) -> TrainingRun:
 
 
 def records(run: TrainingRun, key="loss") -> list[dict]:
-    lines = [json.loads(line) for line in run.folder.metrics.read_text().splitlines()]
-    return [line for line in lines if key in line]
+    return lines(run.folder.path, key)
 
 
 def lines(folder, key="loss"):

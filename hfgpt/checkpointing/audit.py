@@ -1,4 +1,4 @@
-"""Checks from a run's ledger what it was trained on: makes the stream again, without training."""
+"""Check from a run's ledger what it was trained on: make the stream again, without training."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LEAKED = "of the validation text were trained on"
 
 
 def audit(folder: str | Path) -> dict[str, Any]:
-    """Facts about the text of a run, and `problems`: lines for what is repeated, skipped, leaked or not as recorded.
+    """Return facts about the text of a run, and `problems`: what is repeated, skipped, leaked or not as recorded.
 
     Raises UserError for a folder without a run, and if its text can no longer be read.
     """
@@ -71,7 +71,7 @@ def audit(folder: str | Path) -> dict[str, Any]:
 
 
 def _read_run(run: RunFolder) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """run.json and the lines of the ledger. Raises UserError if they are not as a run writes them."""
+    """Return run.json and the lines of the ledger. Raises UserError if they are not as a run writes them."""
     try:
         facts = json.loads(read_text_file(run.run_json))
         ledger = [json.loads(line) for line in read_text_file(run.ledger).splitlines()]
@@ -95,9 +95,9 @@ def _read_run(run: RunFolder) -> tuple[dict[str, Any], list[dict[str, Any]]]:
 
 
 def _last_step(run: RunFolder) -> int:
-    """The last step among the run's checkpoints and metrics."""
+    """Return the last step among the run's checkpoints and metrics."""
     steps = [int(folder.name.split("-")[1]) for folder in run.checkpoints()]
-    steps += [record["step"] for record in run.records() if is_count(record["step"])]
+    steps += [record["step"] for record in run.records()]
     return max(steps, default=0)
 
 
@@ -128,7 +128,7 @@ class _SeenDocuments:
         self.skipped.update(batch.skipped)
 
     def check(self) -> dict[str, Counter[str]]:
-        """Counts what is wrong with the documents, by kind and by unit and epoch. Reads all units again."""
+        """Count what is wrong with the documents, by kind and by unit and epoch. All units are read again."""
         source = self._source
         everything = dataclasses.replace(source, exclude=frozenset())
         repeated, missing, leaked = Counter[str](), Counter[str](), Counter[str]()

@@ -73,7 +73,7 @@ def refuse_existing(folder: Path) -> None:
 
 
 def _write_temporary(final: Path, write: Callable[[Path], None]) -> Path:
-    """The folder that is to become `final`, filled by `write`, with its manifest, synced to disk."""
+    """Return the folder that is to become `final`, filled by `write`, with its manifest, synced to disk."""
     temporary = final.with_name(f".{final.name}.tmp")
     _remove(temporary)
     try:
@@ -181,7 +181,7 @@ def find_damage(folder: Path, required: Sequence[str] = REQUIRED) -> str | None:
 
 
 def find_checkpoint(run: RunFolder, wanted: str) -> Path | None:
-    """The checkpoint to resume from: `wanted` is a folder, "latest" or "never"; None to start at step 1.
+    """Return the checkpoint to resume from: `wanted` is a folder, "latest" or "never"; None to start at step 1.
 
     Raises UserError for a folder that is not a complete checkpoint, and for a run folder that would be overwritten.
     """
@@ -213,7 +213,7 @@ def find_checkpoint(run: RunFolder, wanted: str) -> Path | None:
 
 
 def _find_latest(run: RunFolder) -> Path | None:
-    """The run's newest complete checkpoint, with a warning for each newer one that is not; None if there is none."""
+    """Return the run's newest complete checkpoint, or None, with a warning for each newer one that is not complete."""
     for folder in run.checkpoints():
         if (problem := find_damage(folder) or _find_mismatch(folder, run.run_id())) is None:
             return folder
@@ -228,7 +228,7 @@ def _find_latest(run: RunFolder) -> Path | None:
 
 
 def _find_mismatch(folder: Path, run_id: str | None) -> str | None:
-    """Why a complete folder is not one of the run's checkpoints, or None."""
+    """Return why a complete folder is not one of the run's checkpoints, or None."""
     try:
         state = read_state(folder, "trainer_state")
     except UserError as error:
@@ -239,7 +239,7 @@ def _find_mismatch(folder: Path, run_id: str | None) -> str | None:
 
 
 def file_facts(path: Path) -> dict[str, Any]:
-    """Size in bytes and hash, as in a manifest."""
+    """Return the size in bytes and hash, as in a manifest."""
     digest = xxhash.xxh3_128()
     with open(path, "rb") as file:
         while chunk := file.read(1 << 24):

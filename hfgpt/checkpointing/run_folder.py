@@ -76,12 +76,12 @@ def remove(path: Path) -> None:
 
 
 def is_count(value: Any) -> bool:
-    """Whether a value from a file is a number of steps, tokens or the like."""
+    """Return whether a value from a file is a number of steps, tokens or the like."""
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
 
 
 def _parse_record(line: bytes) -> dict[str, Any] | None:
-    """The record in a line of a .jsonl file; None for a broken line, or one without a step."""
+    """Return the record in a line of a .jsonl file; None for a broken line, or one without a step."""
     with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
         record = json.loads(line)
         return record if is_count(record["step"]) else None
@@ -94,7 +94,7 @@ def _read_records(path: Path) -> list[dict[str, Any]]:
 
 
 def _with_time(values: dict[str, Any]) -> dict[str, Any]:
-    """A record with the time; NaN and infinity, which JSON does not have, become null."""
+    """Return a record with the time; NaN and infinity, which JSON does not have, become null."""
     values = {k: v.item() if getattr(v, "ndim", None) == 0 else v for k, v in values.items()}  # callbacks log tensors
     values = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
     return {**values, "time": time.time()}
@@ -119,7 +119,7 @@ class RunFolder:
         return self.path / f"checkpoint-{step}"
 
     def checkpoints(self) -> list[Path]:
-        """Checkpoint folders, newest (highest step) first, complete or not."""
+        """Return the checkpoint folders, newest (highest step) first, complete or not."""
         if not self.path.is_dir():
             return []
         found = [path for path in self.path.iterdir() if CHECKPOINT.match(path.name) and path.is_dir()]
@@ -129,26 +129,30 @@ class RunFolder:
         return self.metrics.exists() or self.run_json.exists() or bool(self.checkpoints())
 
     def facts(self) -> dict[str, Any]:
-        """Content of run.json; empty if it cannot be read."""
+        """Return the content of run.json; empty if it cannot be read."""
         with contextlib.suppress(OSError, ValueError, RecursionError):
             facts = json.loads(read_text_file(self.run_json))
             return facts if isinstance(facts, dict) else {}
         return {}
 
     def run_id(self) -> str | None:
-        """The id that is also in each of the run's checkpoints; None without a run.json."""
+        """Return the id that is also in each of the run's checkpoints; None without a run.json."""
         return self.facts().get("run_id")
 
     def records(self) -> list[dict[str, Any]]:
-        """The records of metrics.jsonl; each has a step."""
+        """Return the records of metrics.jsonl; each has a step."""
         return _read_records(self.metrics)
 
+    def text_records(self) -> list[dict[str, Any]]:
+        """Return the records of ledger.jsonl; each has a step."""
+        return _read_records(self.ledger)
+
     def evaluation_records(self) -> list[dict[str, Any]]:
-        """The records of evaluations.jsonl, oldest first; each has a step."""
+        """Return the records of evaluations.jsonl, oldest first; each has a step."""
         return _read_records(self.evaluations)
 
     def evaluation(self, step: int) -> dict[str, Any]:
-        """The evaluation record of a step; empty if there is none."""
+        """Return the evaluation record of a step; empty if there is none."""
         found = [record for record in self.records() if record["step"] == step and record.get("eval_loss") is not None]
         return found[-1] if found else {}
 

@@ -1,4 +1,4 @@
-"""Writes checkpoints while training continues."""
+"""Write checkpoints while training continues."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 def snapshot(model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> dict[str, Tensors]:
-    """Copies on the CPU of `weights`, by parameter name, and of `optimizer` state, as `<state>.<parameter name>`.
+    """Copy `weights`, by parameter name, and `optimizer` state, as `<state>.<parameter name>`, to the CPU.
 
     To be called on all processes; the main process gets the tensors.
     """
@@ -54,7 +54,7 @@ def snapshot(model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> dict[s
 
 
 def _flat(state: dict[str, Tensors]) -> Tensors:
-    """Optimizer state by `<state>.<parameter name>`, such as `exp_avg.transformer.wte.weight`."""
+    """Return the optimizer state by `<state>.<parameter name>`, such as `exp_avg.transformer.wte.weight`."""
     return {f"{key}.{name}": value for name, values in state.items() for key, value in values.items()}
 
 
@@ -94,7 +94,7 @@ def load_model_and_optimizer(
 
 
 def _read_tensors(folder: Path, model: PreTrainedModel, state: dict[str, Tensors]) -> dict[str, Any]:
-    """`weights` by parameter name, and `optimizer` in the form of `state`, from a checkpoint of the same model."""
+    """Return `weights` by parameter name and `optimizer` in the form of `state`, of a checkpoint of the same model."""
     where = f"resume_from_checkpoint={folder}"
     try:
         config = json.loads(read_text_file(folder / "config.json"))
@@ -117,6 +117,6 @@ def _read_tensors(folder: Path, model: PreTrainedModel, state: dict[str, Tensors
 
 
 def _find_differing(there: Mapping[str, torch.Tensor], here: Mapping[str, torch.Tensor]) -> list[str]:
-    """The first three names that only one side has, or with another shape or type."""
+    """Return the first three names that only one side has, or with another shape or type."""
     forms = [{name: (value.shape, value.dtype) for name, value in side.items()} for side in (here, there)]
     return [name for name in {**here, **there} if forms[0].get(name) != forms[1].get(name)][:3]

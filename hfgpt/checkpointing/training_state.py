@@ -56,7 +56,7 @@ FORMS: dict[str, dict[str, Check]] = {
 
 
 def read_state(folder: Path, name: str) -> dict[str, Any]:
-    """`trainer_state` or `data_state` of a checkpoint. Raises UserError if a key is missing or has a wrong value."""
+    """Read `trainer_state` or `data_state` of a checkpoint. Raises UserError for a missing key or a wrong value."""
     path = folder / STATE / f"{name}.json"
     try:
         state = json.loads(read_text_file(path))
@@ -69,7 +69,7 @@ def read_state(folder: Path, name: str) -> dict[str, Any]:
 
 
 def changed_settings(then: dict[str, Any], now: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Settings of a resumed run that differ from those of its checkpoint; names of places do not count."""
+    """Return the settings of a resumed run that differ from those of its checkpoint; names of places do not count."""
     places = ("output_dir", "run_name", "resume_from_checkpoint", "push_to_hub")
     changed = [key for key in now if then.get(key) != now[key] and key not in places and not key.startswith("hub_")]
     return {key: {"from": then.get(key), "to": now[key]} for key in changed}

@@ -23,7 +23,7 @@ TEXT_OPTIONS = (
 
 def evaluate(
     context: typer.Context,
-    checkpoint: Annotated[str, Argument(parser=path_or_id, help="Folder or Hub id: ours, or any causal model's.")],
+    checkpoint: Annotated[str, Argument(parser=path_or_id, help="Folder, or Hub id, of any causal language model.")],
     dataset: Annotated[
         str | None, Option("--dataset", parser=path_or_id, help="File, folder, glob, Hub id or embedded.")
     ] = None,
@@ -51,7 +51,7 @@ def evaluate(
     record: Annotated[bool, Option("--record", help="Keep it in the run folder, for the model card.")] = False,
     is_json: AsJson = False,
 ) -> None:
-    """Loss, perplexity and bits per byte of a text, each token scored once; or a task: hellaswag.
+    """Score a text, each token once: loss, perplexity and bits per byte; or a task: hellaswag.
 
     Several processes share the work under accelerate launch --module hfgpt.cli evaluate ...
 

@@ -64,7 +64,7 @@ def generate(
 
 
 def _read_standard_input(prompts: Sequence[str]) -> list[str]:
-    """The prompts, with standard input in place of each "-"."""
+    """Return the prompts, with standard input in place of each "-"."""
     if "-" not in prompts:
         return list(prompts)
     fix = "give a text, or --prompt_file"

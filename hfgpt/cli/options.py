@@ -13,12 +13,12 @@ from hfgpt.files import local_path
 
 
 def path(text: str) -> Path:
-    """A path, with `~` and `$NAME` expanded."""
+    """Return a path, with `~` and `$NAME` expanded."""
     return Path(path_or_id(text))
 
 
 def path_or_id(text: str) -> str:
-    """A path, with `~` and `$NAME` expanded, or the name of a Hub repository."""
+    """Return a path, with `~` and `$NAME` expanded, or the name of a Hub repository."""
     try:
         return local_path(text)
     except ValueError as error:
@@ -26,7 +26,7 @@ def path_or_id(text: str) -> str:
 
 
 def whole(least: int | None = None, most: int = WHOLE_BELOW - 1) -> Callable[[str], int]:
-    """A parser of whole numbers, also in the form 1e6, from `least` to `most`. Without `least`, the callee checks."""
+    """Return a parser of whole numbers, also as 1e6, from `least` to `most`. Without `least`, the callee checks."""
 
     def integer(text: str) -> int:
         try:
@@ -41,7 +41,7 @@ def whole(least: int | None = None, most: int = WHOLE_BELOW - 1) -> Callable[[st
 
 
 def number(most: float = 1e15) -> Callable[[str], float]:
-    """A parser of numbers from 1e-30 to `most`: products and ratios of two of them are finite."""
+    """Return a parser of numbers from 1e-30 to `most`: products and ratios of two of them are finite."""
 
     def real(text: str) -> float:
         try:
@@ -56,6 +56,6 @@ def number(most: float = 1e15) -> Callable[[str], float]:
 
 
 AsJson = Annotated[bool, Option("--json", help="Print one JSON object.")]
-Checkpoint = Annotated[Path, Argument(help="Checkpoint folder: ours, or any GPT-2 model's.", parser=path)]
+Checkpoint = Annotated[Path, Argument(help="Folder of a checkpoint, or of any GPT-2 model.", parser=path)]
 NewFolder = Annotated[Path, Argument(help="New folder for the GPT-2 model.", parser=path)]
 Precision = Literal["auto", "bf16", "fp16", "no"]

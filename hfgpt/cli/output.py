@@ -9,12 +9,12 @@ from hfgpt.errors import RunError
 
 
 def as_json(facts: dict[str, Any]) -> str:
-    """Indented JSON, with null for infinity and NaN, which JSON does not have."""
+    """Return indented JSON, with null for infinity and NaN, which JSON does not have."""
     return json.dumps(json.loads(json.dumps(facts), parse_constant=lambda _: None), indent=2)
 
 
 def as_lines(facts: dict[str, Any], unknown: str = "unknown") -> str:
-    """One line per fact; `unknown` stands for None."""
+    """Return one line per fact; `unknown` stands for None."""
     shown = {key: unknown if value is None else "none" if value in ([], {}) else value for key, value in facts.items()}
     return "\n".join(f"{key.replace('_', ' '):22} {value}" for key, value in shown.items())
 

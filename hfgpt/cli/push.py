@@ -12,7 +12,7 @@ from hfgpt.cli.options import path
 
 def push(
     checkpoint: Annotated[Path, Argument(help="Checkpoint folder.", parser=path)],
-    repository: Annotated[str, Argument(help="user/name on the Hub; a name alone is the token's user's.")],
+    repository: Annotated[str, Argument(help="user/name on the Hub; user/ may be left out: your own account.")],
     private: Annotated[bool, Option("--private", help="Make it private; refuses one that is public.")] = False,
     revision: Annotated[str | None, Option("--revision", help="Branch; created if it does not exist.")] = None,
     tag: Annotated[str | None, Option("--tag", help="Name for the commit.")] = None,

@@ -32,7 +32,7 @@ def run_recipe(main: Callable[[], Any]) -> None:
 
 
 def run_command(main: Callable[[], Any]) -> None:
-    """As `run_recipe`, for a command, which exists for its output: a closed pipe ends it."""
+    """Do as `run_recipe`, for a command, which exists for its output: a closed pipe ends it."""
     safe_output.make_safe(must_write=True)
 
     def run_and_flush() -> None:

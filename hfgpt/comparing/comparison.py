@@ -15,7 +15,7 @@ from hfgpt.model.flops import mfu
 
 
 def compare(runs: Sequence[PastRun], all_pairs: bool = False) -> dict[str, Any]:
-    """All values and verdicts as one JSON object; what is not known is None.
+    """Return all values and verdicts as one JSON object; what is not known is None.
 
     Keys: runs, settings_that_differ, mfu_against, equal (per axis: the point that all runs reach, and their losses
     there), pairs (the first run with each other, or `all_pairs`: same tokens, comparable or not, gaps with bands,
@@ -44,7 +44,7 @@ def compare(runs: Sequence[PastRun], all_pairs: bool = False) -> dict[str, Any]:
 
 
 def summarize(run: PastRun, alike: Sequence[PastRun]) -> dict[str, Any]:
-    """What is known of one run by itself; the training loss at the end is a mean (see `statistics.window_start`).
+    """Return what is known of one run; the training loss at the end is a mean (see `statistics.window_start`).
 
     alike: runs on the same tokens; where they end at one step, the mean is over steps that all of them recorded.
     """
@@ -117,7 +117,7 @@ def _not_finite(run: PastRun) -> list[str]:
 
 
 def settings_that_differ(runs: Sequence[PastRun]) -> dict[str, dict[str, Any]]:
-    """Setting -> run -> value, for settings known of at least two runs that do not all have one value."""
+    """Return setting -> run -> value, for settings known of at least two runs that do not all have one value."""
     found = {}
     for key in dict.fromkeys(key for run in runs for key in run.settings):
         values = {run.name: run.settings[key] for run in runs if key in run.settings}
@@ -127,7 +127,7 @@ def settings_that_differ(runs: Sequence[PastRun]) -> dict[str, dict[str, Any]]:
 
 
 def mfu_against(runs: Sequence[PastRun]) -> list[dict[str, Any]]:
-    """MFU of every run, by its median speed, against every peak that one of them names."""
+    """Return the MFU of every run, by its median speed, against every peak that one of them names."""
     peaks = dict.fromkeys((run.newest("peak_tflops"), run.newest("peak_source")) for run in runs)
 
     def of_run(run: PastRun, tflops: float) -> float | None:
@@ -144,7 +144,7 @@ def mfu_against(runs: Sequence[PastRun]) -> list[dict[str, Any]]:
 
 
 def at_equal(runs: Sequence[PastRun], axis: str, alike: Sequence[PastRun]) -> dict[str, Any] | None:
-    """The point of `axis` that all runs reach, and each run's losses there; None where one has no such axis.
+    """Return the point of `axis` that all runs reach, and each run's losses there; None where one has no such axis.
 
     alike: runs on the same tokens, of which only steps that all of them recorded count, as in `compare_pair`.
     """

@@ -1,4 +1,4 @@
-"""Derives what a console log does not print: tokens, seconds, speed, processes, the size of the model."""
+"""Derive what a console log does not print: tokens, seconds, speed, processes, the size of the model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _GPT2 = {"gpt2": (12, 768), "gpt2-medium": (24, 1024), "gpt2-large": (36, 1280),
 
 
 def derive(run: PastRun, tokens_per_step: int | None) -> None:
-    """Adds tokens, seconds, speed and FLOPs, as far as they follow from the log."""
+    """Add tokens, seconds, speed and FLOPs, as far as they follow from the log."""
     plan = run.plan
     stated = plan.setdefault("tokens_per_step", tokens_per_step)
     if stated is None:
@@ -38,7 +38,7 @@ def derive(run: PastRun, tokens_per_step: int | None) -> None:
 
 
 def _use_mfu(run: PastRun) -> None:
-    """Derives FLOPs per token from the MFU, or the number of processes where FLOPs are known: MFU is that of one."""
+    """Derive FLOPs per token from the MFU, or the number of processes where FLOPs are known: MFU is that of one."""
     stated, plan = run.tokens_per_step, run.plan
     known = [(r["mfu"], r["step_seconds"]) for r in run.training if r.get("mfu") and r.get("step_seconds")]
     if not known or not stated:
@@ -57,13 +57,13 @@ def _use_mfu(run: PastRun) -> None:
 
 
 def _tokens_at(step: int, changes: list[tuple[int, int]]) -> int:
-    """Tokens seen after `step`; changes: (step, tokens of each step after it), rising."""
+    """Return the tokens seen after `step`; changes: (step, tokens of each step after it), rising."""
     ends = [start for start, _ in changes[1:]] + [step]
     return sum(max(0, min(end, step) - start) * tokens for (start, tokens), end in zip(changes, ends, strict=True))
 
 
 def _add_size(run: PastRun) -> None:
-    """Adds parameters and FLOPs per token, all from one count, or None: exact where log and settings determine it.
+    """Add parameters and FLOPs per token, all from one count, or None: exact where log and settings determine it.
 
     nanoGPT prints the exact numbers of parameters in decayed and other tensors, and the number without positions
     rounded to 10,000. Whether it has biases is not always printed.

@@ -1,10 +1,9 @@
-"""Reads the logs of other training scripts: nanoGPT's console lines, llm.c's `main.log`, and plain tables."""
+"""Read the logs of other training scripts: nanoGPT's console lines, llm.c's `main.log`, and plain tables."""
 
 from __future__ import annotations
 
 import ast
 import codecs
-import math
 import operator
 import re
 from collections.abc import Callable
@@ -50,7 +49,7 @@ _OPERATORS: dict[type, Callable[[float, float], float]] = {
 
 
 def read_log(path: Path, tokens_per_step: int | None = None) -> PastRun:
-    """Reads a run from a log file. Raises UserError for a file without a line that is understood.
+    """Read a run from a log file. Raises UserError for a file without a line that is understood.
 
     tokens_per_step: used where the log does not have it (`tokens per iteration will be: N`).
 
@@ -123,7 +122,7 @@ def _read_lines(run: PastRun, lines: list[str], ends_whole: bool) -> None:
 
 
 def _read_record(line: str) -> tuple[str, dict[str, Any], str] | None:
-    """The format of a line, its record (one with `loss` is of training) and the text that was read; None for others."""
+    """Return a line's format, its record (with `loss`: of training) and the text that was read; None for others."""
     if match := _ITER.search(line):
         record: dict[str, Any] = {"step": int(match[1]) + 1, "loss": _number(match[2])}
         record["milliseconds"], percent = _number(match[3]), _number(match[4])
@@ -143,7 +142,7 @@ def _read_record(line: str) -> tuple[str, dict[str, Any], str] | None:
 
 
 def _read_header(run: PastRun, line: str) -> bool:
-    """Takes a fact that the script prints at its start; True if this line shows that it starts."""
+    """Take a fact that the script prints at its start; True if this line shows that it starts."""
     if match := _TENSORS.search(line):
         run.model["not_decayed" if match[1] else "decayed"] = int(match[2].replace(",", ""))
     for key in ("parameters_without_positions", "vocab_size"):
@@ -162,13 +161,13 @@ def _read_header(run: PastRun, line: str) -> bool:
 
 
 def _printed_count(text: str) -> int:
-    """124,337,664 or 123.59M as a number."""
+    """Return 124,337,664 or 123.59M as a number."""
     text = text.replace(",", "").strip()
     return round(float(text.rstrip("KMB ") or 0) * {"K": 1e3, "M": 1e6, "B": 1e9}.get(text[-1:], 1))
 
 
 def _read_setting(run: PastRun, name: str, match: re.Match[str]) -> None:
-    """Takes a setting that the script prints; one that changes at a restart holds both values."""
+    """Take a setting that the script prints; one that changes at a restart holds both values."""
     value = _evaluate(match["value"], run.settings, is_python=not match["overriding"])
     if not run.training:
         run.settings[name] = value
@@ -178,7 +177,7 @@ def _read_setting(run: PastRun, name: str, match: re.Match[str]) -> None:
 
 
 def _evaluate(text: str, settings: dict[str, Any], is_python: bool) -> Any:
-    """The value of a printed setting: a Python literal, arithmetic of numbers and settings, or the text itself."""
+    """Return the value of a printed setting: a Python literal, arithmetic of numbers and settings, or the text."""
     try:
         if is_python:  # a comment, or another statement, may follow
             node: Any = getattr(ast.parse(text.strip()).body[0], "value", None)
@@ -202,6 +201,6 @@ def _evaluate_node(node: Any, settings: dict[str, Any]) -> Any:
 
 def _number(text: str | None) -> float | None:
     try:
-        return None if text is None else number(float(text)) if math.isfinite(float(text)) else None
+        return None if text is None else number(float(text))
     except ValueError:
         return None

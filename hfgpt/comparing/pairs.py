@@ -1,4 +1,4 @@
-"""Compares two runs: same tokens or not, same result or not, gaps at equal points, speed."""
+"""Compare two runs: same tokens or not, same result or not, gaps at equal points, speed."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def compare_pair(a: PastRun, b: PastRun) -> dict[str, Any]:
 
 
 def same_tokens(a: PastRun, b: PastRun) -> dict[str, Any]:
-    """Whether both saw the same tokens in the same steps, by the batch hashes of their ledgers.
+    """Return whether both saw the same tokens in the same steps, by the batch hashes of their ledgers.
 
     `equal`: True up to `step`, False from `step` on, None where it is not known; `text` says why.
     """
@@ -65,7 +65,7 @@ def same_tokens(a: PastRun, b: PastRun) -> dict[str, Any]:
 
 
 def same_result(a: PastRun, b: PastRun, last: int) -> dict[str, Any] | None:
-    """Whether steps up to `last`, whose text was the same, gave the same; None without a common record.
+    """Return whether steps up to `last`, whose text was the same, gave the same; None without a common record.
 
     In the first steps the two may differ by rounding alone, in loss and gradient norm. Later, rounding has grown: the
     mean of no tenth, fifth or half of the common steps, nor of the last window, may differ by more than twice the
@@ -115,7 +115,7 @@ def same_step_is_same_place(a: PastRun, b: PastRun, axis: str) -> bool:
 
 
 def _gaps(a: PastRun, b: PastRun, axis: str, same_text: bool) -> dict[str, Any]:
-    """The gaps of all losses where the shorter run ends on `axis`."""
+    """Return the gaps of all losses where the shorter run ends on `axis`."""
     ends = {run.name: run.reach(axis) for run in (a, b)}
     if missing := [name for name, end in ends.items() if end is None]:
         return {"at": None, "missing": missing}
@@ -135,7 +135,7 @@ def _gaps(a: PastRun, b: PastRun, axis: str, same_text: bool) -> dict[str, Any]:
 
 
 def loss_per_token_is_comparable(a: PastRun, b: PastRun) -> tuple[bool, str | None]:
-    """Whether a nat per token means the same in both: same vocabulary and tokenizer, as far as is known; why not."""
+    """Return whether vocabulary and tokenizer are equal, as far as is known, so that nats compare; and why not."""
     for what, one, other in (
         ("vocabulary", a.model.get("vocab_size"), b.model.get("vocab_size")),
         ("tokenizer", a.data.get("tokenizer"), b.data.get("tokenizer")),
@@ -159,7 +159,7 @@ def _first_loss(run: PastRun) -> float | None:
 
 
 def _reservations(a: PastRun, b: PastRun) -> dict[str, list[str]]:
-    """Why training losses, and evaluation losses, of the two do not mean the same; these give no verdict."""
+    """Return why training losses, and evaluation losses, of the two do not mean the same; these give no verdict."""
     training, evaluation = [], []
 
     def differ(one: Any, other: Any) -> bool:
@@ -175,7 +175,7 @@ def _reservations(a: PastRun, b: PastRun) -> dict[str, list[str]]:
 
 
 def _on_the_way(runs: Sequence[PastRun], step: float | None) -> dict[str, float]:
-    """Runs for which `step` is well before the end of their learning rate schedule, with the part that was done."""
+    """Return the runs for which `step` is well before the end of their learning rate schedule, with the part done."""
     lengths = {run.name: number(run.plan.get("max_steps")) or run.reach("step") for run in runs}
     flat = {run.name for run in runs if str(run.settings.get("lr_scheduler_type", "")).startswith("constant")}
     parts = {name: step / length for name, length in lengths.items() if step and length and name not in flat}
@@ -183,7 +183,7 @@ def _on_the_way(runs: Sequence[PastRun], step: float | None) -> dict[str, float]
 
 
 def _speed(a: PastRun, b: PastRun) -> dict[str, Any] | None:
-    """How many times as fast `b` is per token, by the medians of the records; None where one has none.
+    """Return how many times as fast `b` is per token, by the medians of the records; None where one has none.
 
     "clear": each median is outside the middle half of the other's records. The speed of a shared machine changes by
     the minute.

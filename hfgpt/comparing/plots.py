@@ -32,7 +32,7 @@ class Plot(NamedTuple):
 
 
 def draw_plots(runs: Sequence[PastRun], comparable: bool = True) -> list[Plot]:
-    """Draws the plots that the runs have values for.
+    """Draw the plots that the runs have values for.
 
     comparable: whether loss per token means the same in all; if not, bits per byte are drawn too.
 
@@ -62,7 +62,7 @@ def draw_plots(runs: Sequence[PastRun], comparable: bool = True) -> list[Plot]:
 
 
 def _mfu(run: PastRun, axis: str, peak: float) -> pd.Series:
-    """MFU against `peak`, whatever peak the run itself used."""
+    """Return the MFU against `peak`, whatever peak the run itself used."""
     rates = run.curve("tokens_per_second", axis)
     if len(rates) and run.flops_per_token:
         return mfu(rates, run.flops_per_token, peak, run.processes)
@@ -70,14 +70,11 @@ def _mfu(run: PastRun, axis: str, peak: float) -> pd.Series:
 
 
 def _draw(title: str, key: str, axis: str, runs: Sequence[PastRun], curves: Sequence[pd.Series]) -> bytes | None:
-    """A plot as PNG; None if no run has a value."""
-    # Imported here, as matplotlib takes a second to import.
-    import matplotlib
+    """Return a plot as PNG; None if no run has a value."""
+    from matplotlib.figure import Figure  # takes a second; used like this it needs no display
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.subplots()
     low, high = [], []
     for index, (run, curve) in enumerate(zip(runs, curves, strict=True)):
         colour = _COLOURS[index % len(_COLOURS)]
@@ -99,12 +96,11 @@ def _draw(title: str, key: str, axis: str, runs: Sequence[PastRun], curves: Sequ
         axes.set_ylim(bottom - (margin if key in _FALLING else 0), top + margin)
         _style(axes, title, key, axis)
         figure.savefig(png, dpi=120)
-    pyplot.close(figure)
     return png.getvalue() or None
 
 
 def _draw_curve(axes: Any, curve: pd.Series, key: str, **look: Any) -> None:
-    """Each record faint, and a running mean (of speeds: median) over a fiftieth of them in full colour."""
+    """Draw each record faint, and a running mean (of speeds: median) over a fiftieth of them in full colour."""
     size = max(1, len(curve) // 50)
     if size > 1:
         axes.plot(curve, color=look["color"], linewidth=0.6, alpha=0.25)
@@ -114,7 +110,7 @@ def _draw_curve(axes: Any, curve: pd.Series, key: str, **look: Any) -> None:
 
 
 def _top(curve: pd.Series) -> float:
-    """The steep beginning would press the rest flat: only what comes after a twentieth of the run has to fit."""
+    """Return the highest value after a twentieth of the run, as the steep beginning would press the rest flat."""
     rest = curve.iloc[min(len(curve) // 20, len(curve) - 1) :]
     return float(max(rest.quantile(0.998), curve.iloc[-1]))
 
@@ -137,7 +133,7 @@ def _style(axes: Any, title: str, key: str, axis: str) -> None:
 
 
 def _short(value: float) -> str:
-    """Large counts as they are usually written: 12.5k, 3M, 10B."""
+    """Write large counts as is usual: 12.5k, 3M, 10B."""
     for scale, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= scale:
             return f"{value / scale:g}{letter}"

@@ -1,10 +1,10 @@
-"""Reads the runs that a user names: run folders here, console logs by `logs.read_log`."""
+"""Read the runs that a user names: run folders here, console logs by `logs.read_log`."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,7 +31,7 @@ _RECORD_FILES = ("metrics.jsonl", "run.json")
 
 
 def read_runs(paths: Sequence[str | Path], tokens_per_step: Sequence[int] = ()) -> list[PastRun]:
-    """Reads run folders and logs, and gives the runs names that differ.
+    """Read run folders and logs, and give the runs names that differ.
 
     tokens_per_step: for the logs, one for all or one for each in their order. Raises UserError with all problems.
     """
@@ -76,7 +76,7 @@ def _make_names_unique(runs: list[PastRun]) -> None:
 
 
 def read_folder(path: Path) -> PastRun:
-    """Reads a run folder; broken lines are skipped and counted. Raises UserError where there is no run."""
+    """Read a run folder; broken lines are skipped and counted. Raises UserError where there is no run."""
     folder = RunFolder(path)
     if not (folder.metrics.is_file() or folder.run_json.is_file()):
         inside = sorted(p.name for p in path.iterdir() if RunFolder(p).metrics.is_file())
@@ -84,36 +84,24 @@ def read_folder(path: Path) -> PastRun:
         raise UserError(f"run {path}: no run.json or metrics.jsonl in this folder; {fix}")
     run = PastRun(path.resolve().name, str(path), "run folder")
     _read_facts(run, folder)
-    broken = 0
-    for record in _read_lines(folder.metrics):
-        if record is None or not isinstance(record.get("step"), int) or isinstance(record["step"], bool):
-            broken += 1
-        elif "event" in record:
+    records = folder.records()
+    for record in records:
+        if "event" in record:
             run.events.append(record)
         elif "eval_loss" in record:
             add_record(run.evaluations, record)
         elif "loss" in record:
             add_record(run.training, record)
-    if broken:
+    lines = folder.metrics.read_bytes().splitlines() if folder.metrics.is_file() else []
+    if broken := len(lines) - lines.count(b"") - len(records):
         run.notes.append(f"{broken} broken line{'s' if broken > 1 else ''} of metrics.jsonl skipped")
-    for line in _read_lines(folder.ledger):
-        if line is not None and isinstance(line.get("step"), int) and isinstance(line.get("batch_hash"), str):
+    for line in folder.text_records():
+        if isinstance(line.get("batch_hash"), str):
             run.hashes[line["step"]] = line["batch_hash"]
     if not run.training and not run.evaluations:
         run.notes.append("no training record yet")
     _apply_changes(run)
     return run
-
-
-def _read_lines(path: Path) -> Iterator[dict[str, Any] | None]:
-    """The objects of a JSON lines file; None for a line that is not one."""
-    for line in path.read_bytes().splitlines() if path.is_file() else ():
-        try:
-            value = json.loads(line) if line.strip() else {}
-        except (ValueError, RecursionError):
-            value = None
-        if value != {}:
-            yield value if isinstance(value, dict) else None
 
 
 def _read_facts(run: PastRun, folder: RunFolder) -> None:
@@ -136,7 +124,7 @@ def _read_facts(run: PastRun, folder: RunFolder) -> None:
 
 
 def _resolve_settings(config: dict[str, Any], run: PastRun) -> dict[str, Any]:
-    """All settings by name: the stated ones over the defaults, and what the run chose for "auto" and None."""
+    """Return all settings by name: the stated ones over the defaults, and what the run chose for "auto" and None."""
     settings: dict[str, Any] = {spec.name: spec.default for spec in dataclasses.fields(PretrainConfig)} | config
     plan = run.plan
     if settings["min_learning_rate"] is None and number(settings["learning_rate"]):
@@ -169,7 +157,7 @@ def _choice(plan: dict[str, Any], key: str, inner: str) -> str | bool | None:
 
 
 def _apply_changes(run: PastRun) -> None:
-    """Settings that a resume or an out-of-memory retry changed hold both values: "0.1; 0.2 from step 500 on"."""
+    """Give settings that a resume or an out-of-memory retry changed both values: "0.1; 0.2 from step 500 on"."""
     for event in run.events:
         changes: Any = event.get("changed_settings")
         changes = changes.items() if isinstance(changes, dict) else ()
@@ -183,7 +171,7 @@ def _apply_changes(run: PastRun) -> None:
 
 
 def _flops_per_token(model: dict[str, Any], sequence_length: int | None) -> float | None:
-    """Training FLOPs per token of a model given by GPT-2's fields; None where one is missing or makes no sense."""
+    """Return the training FLOPs per token of a model of these fields; None where one is missing or impossible."""
     fields: Any = SimpleNamespace(**{"n_inner": None, "tie_word_embeddings": True, **model})
     try:
         return number(training_flops_per_token(fields, sequence_length))  # type: ignore[arg-type]

@@ -19,7 +19,7 @@ _NOTES = 3  # of a pair, and of the whole report, where it is to be short
 
 
 def as_text(report: Report, verbose: bool = False) -> str:
-    """The report for a terminal: in short, or all of it."""
+    """Return the report for a terminal: in short, or all of it."""
     screen = io.StringIO()
     width = max(WIDTH, _LABELS + _COLUMN * len(report.names))
     # Plain text: nothing in a name or a setting is markup.
@@ -65,7 +65,7 @@ def _shortened(notes: list[str], verbose: bool) -> list[str]:
 
 
 def write_report(path: Path, report: Report) -> list[Path]:
-    """Writes the whole report as Markdown, its plots beside it under the same stem; returns all files, the report last.
+    """Write the whole report as Markdown, its plots beside it under the same stem; return all files, the report last.
 
     Raises UserError where they cannot be written.
     """
@@ -88,7 +88,7 @@ def write_report(path: Path, report: Report) -> list[Path]:
 
 
 def as_markdown(report: Report, plot_files: dict[str, str]) -> str:
-    """The whole report; plot_files: the file of each plot by the plot's name."""
+    """Return the whole report; plot_files: the file of each plot by the plot's name."""
     names = [_escape(name) for name in report.names]
     lines = [f"# {' against '.join(names)}", ""]
     for title, verdict in report.verdicts:

@@ -93,7 +93,7 @@ class Report:
 
 
 def build_report(runs: Sequence[PastRun], compared: dict[str, Any], with_plots: bool = False) -> Report:
-    """The report of `comparison.compare`'s result."""
+    """Return the report of `comparison.compare`'s result."""
     pairs, against = compared["pairs"], compared["mfu_against"]
     comparable = all(pair["loss_per_token_comparable"] for pair in pairs)
     footnotes = [f"[{n}] {row['peak_source'] or 'source not known'}" for n, row in enumerate(against, start=1)]
@@ -144,7 +144,7 @@ def _tables(runs: Sequence[PastRun], compared: dict[str, Any], comparable: bool)
 
 
 def _rows(columns: Iterable[dict[str, Any]], labels: dict[str, str], all_details: bool = False) -> list[Row]:
-    """A row for each key that is known of any run."""
+    """Return a row for each key that is known of any run."""
     columns = list(columns)
     rows = [
         Row(label, [_format(values[key], key) for values in columns], all_details or key not in _MAIN)
@@ -154,7 +154,7 @@ def _rows(columns: Iterable[dict[str, Any]], labels: dict[str, str], all_details
 
 
 def _format(value: Any, key: str = "") -> str:
-    """A value as a cell; its key tells its unit."""
+    """Return a value as a cell; its key tells its unit."""
     if value is None:
         return UNKNOWN if key else "None"
     if key == "events":

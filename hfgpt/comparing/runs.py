@@ -10,7 +10,7 @@ import pandas as pd
 
 
 def number(value: Any) -> float | None:
-    """`value` if it is a finite number, and not beyond anything a run could measure, else None."""
+    """Return `value` if it is a finite number, and not beyond anything a run could measure, else None."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:
@@ -20,7 +20,7 @@ def number(value: Any) -> float | None:
 
 
 def count(value: Any) -> int | None:
-    """`value` if it is a whole number from 1 on, else None."""
+    """Return `value` if it is a whole number from 1 on, else None."""
     known = number(value)
     return int(known) if known is not None and known >= 1 and known == int(known) else None
 
@@ -77,7 +77,7 @@ class PastRun:
         return f"ended at step {step} of {planned}" if planned and step and step < planned else "finished"
 
     def curve(self, key: str, axis: str = "step") -> pd.Series:
-        """The values of `key` by `axis`, where both are known.
+        """Return the values of `key` by `axis`, where both are known.
 
         axis: "step", "num_input_tokens_seen", "flops" or "wall_seconds". Keys that begin with `eval_` come from the
         evaluations, others from training.
@@ -95,12 +95,12 @@ class PastRun:
         return None if tokens is None or self.flops_per_token is None else tokens * self.flops_per_token
 
     def reach(self, axis: str) -> float | None:
-        """How far the run has come on `axis` with a finite loss."""
+        """Return how far the run has come on `axis` with a finite loss."""
         curves = (self.curve("loss", axis), self.curve("eval_loss", axis))
         return max((float(curve.index[-1]) for curve in curves if len(curve)), default=None)
 
     def median(self, key: str) -> float | None:
-        """The median over the training records."""
+        """Return the median over the training records."""
         values = self.curve(key)
         return float(values.median()) if len(values) else None
 

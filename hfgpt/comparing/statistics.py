@@ -28,7 +28,7 @@ class Level(NamedTuple):
 
 
 def make_gap(first: float, second: float, band: float | None, how: str) -> dict[str, Any]:
-    """The gap between two values, as it appears in JSON.
+    """Return how far two values are apart, as it appears in JSON.
 
     band: half the width of the 95 % band around zero, in the unit of the curves, raised to FLOOR; None: not known.
     how: what the band was derived from.
@@ -46,7 +46,7 @@ def make_gap(first: float, second: float, band: float | None, how: str) -> dict[
 
 
 def level(curve: pd.Series, centre: float) -> Level:
-    """Height at `centre` of the straight line through a curve, so that neither its trend nor uneven spacing counts.
+    """Return the height at `centre` of the line through a curve, so that neither its trend nor uneven spacing counts.
 
     The error is that of the line there from the scatter of the points around it: s * sqrt(1/n + (centre - mean x)^2 /
     Sxx). Points that go with their neighbours count for fewer: n (1 - r) / (1 + r), with r their correlation.
@@ -67,18 +67,18 @@ def level(curve: pd.Series, centre: float) -> Level:
 
 
 def student(freedom: float) -> float:
-    """97.5 % point of Student's t (Cornish-Fisher expansion; within 2 % from 4 degrees on, 12 % low at 2)."""
+    """Return the 97.5 % point of Student's t (Cornish-Fisher; within 2 % from 4 degrees on, 12 % low at 2)."""
     z, f = 1.959964, max(freedom, 1.0)
     return z + (z**3 + z) / (4 * f) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * f**2)
 
 
 def within(curve: pd.Series, start: float, end: float) -> pd.Series:
-    """The part of a curve after `start` and up to `end`."""
+    """Return the part of a curve after `start` and up to `end`."""
     return curve[(curve.index > start) & (curve.index <= end * (1 + 1e-9))]
 
 
 def window_start(curves: list[pd.Series], end: float) -> float:
-    """Where the window that ends at `end` begins: the last tenth, more where a curve has few points, at most half."""
+    """Return where the window up to `end` begins: the last tenth, more where a curve has few points, at most half."""
     for part in (0.9, 0.8, 0.7, 0.6):
         if all(len(within(curve, part * end, end)) >= ENOUGH for curve in curves):
             return part * end
@@ -86,7 +86,7 @@ def window_start(curves: list[pd.Series], end: float) -> float:
 
 
 def levels_at(curves: list[pd.Series], start: float, end: float) -> list[Level] | None:
-    """Levels of curves over one window, all at the mean place of their points; None if a curve has no point there."""
+    """Return the levels of curves over a window, all at the mean place of their points; None if one has none there."""
     parts = [within(curve, start, end) for curve in curves]
     if any(part.empty for part in parts):
         return None
@@ -95,13 +95,13 @@ def levels_at(curves: list[pd.Series], start: float, end: float) -> list[Level] 
 
 
 def at_common_places(curves: list[pd.Series]) -> list[pd.Series]:
-    """The curves at the places that all of them have; unchanged where there is none."""
+    """Return the curves at the places that all of them have; unchanged where there is none."""
     common = pd.concat(curves, axis=1, join="inner")
     return curves if common.empty else [common.iloc[:, i] for i in range(len(curves))]
 
 
 def last_common_evaluation(curves: list[pd.Series], end: float) -> float | None:
-    """The last place up to `end` with an evaluation in every curve, or that all reach where they evaluate apart."""
+    """Return the last place up to `end` where all curves have an evaluation, or that all reach if they have none."""
     if any(curve.empty for curve in curves):
         return None
     at = min(end, *(curve.index[-1] for curve in curves))
@@ -113,12 +113,12 @@ def last_common_evaluation(curves: list[pd.Series], end: float) -> float | None:
 
 
 def value_at(curve: pd.Series, at: float) -> float:
-    """The value at a place, interpolated between two points."""
+    """Return the value at a place, interpolated between two points."""
     return float(np.interp(at, curve.index, curve))
 
 
 def unpaired_gap(a: pd.Series, b: pd.Series, start: float, end: float) -> dict[str, Any] | None:
-    """The gap of two training curves over the window from `start` to `end`; None if one has no point there.
+    """Return how far two training curves are apart from `start` to `end`; None if one has no point there.
 
     Step losses scatter with the text of the step. The band is t * sqrt(error a^2 + error b^2), both from `level`.
     """
@@ -133,7 +133,7 @@ def unpaired_gap(a: pd.Series, b: pd.Series, start: float, end: float) -> dict[s
 
 
 def paired_gap(a: pd.Series, b: pd.Series, start: float, end: float) -> dict[str, Any] | None:
-    """Like `unpaired_gap`, for runs that saw the same text in each step, whose scatter cancels in the differences.
+    """Do as `unpaired_gap` for runs with the same text in each step, whose scatter cancels in the differences.
 
     The band is t * the error of the mean difference over the steps that both recorded.
     """
@@ -149,7 +149,7 @@ def paired_gap(a: pd.Series, b: pd.Series, start: float, end: float) -> dict[str
 
 
 def evaluation_gap(a: pd.Series, b: pd.Series, at: float) -> dict[str, Any]:
-    """The gap of two curves of evaluations at a place that both reach.
+    """Return how far two curves of evaluations are apart at a place that both reach.
 
     Both score the same text, so the band is what a value jumps by from one evaluation to the next: the scatter of the
     newest ones around the line through their neighbours.
@@ -164,7 +164,7 @@ def evaluation_gap(a: pd.Series, b: pd.Series, at: float) -> dict[str, Any]:
 
 
 def _evaluation_scatter(curve: pd.Series) -> float | None:
-    """Standard deviation of one evaluation around its neighbours, from the newest; None below 4 evaluations."""
+    """Return the standard deviation of one of the newest evaluations around its neighbours; None for fewer than 4."""
     x, y = curve.index.to_numpy()[-NEWEST:], curve.to_numpy()[-NEWEST:]
     if len(x) < 4:
         return None

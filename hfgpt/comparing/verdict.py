@@ -40,7 +40,7 @@ class Verdict(NamedTuple):
 
 
 def explain(pair: dict[str, Any]) -> Verdict:
-    """Puts a pair (see `pairs.compare_pair`) into words."""
+    """Put a pair (see `pairs.compare_pair`) into words."""
     tokens, speed, comparable = _tokens_line(pair), _speed_line(pair), pair["loss_per_token_comparable"]
     summary = [tokens.split(" (")[0].split(":")[0]] if pair["same_tokens"]["equal"] else []
     doubts = [f"{kind} losses give no verdict: {', '.join(r)}" for kind, r in pair["reservations"].items() if r]
@@ -91,7 +91,7 @@ def _tokens_line(pair: dict[str, Any]) -> str:
 
 
 def decide(pair: dict[str, Any], axis: str) -> tuple[str | None, str, str]:
-    """What decides at equal `axis` ("eval_loss", "loss", "eval_bits_per_byte", or None), the answer, and a doubt.
+    """Return what decides at equal `axis` ("eval_loss", "loss", "eval_bits_per_byte", None), the answer, and a doubt.
 
     Of evaluation and training loss the one with the narrower band decides, so that chance has one try, not two. Where
     the other shows the opposite beyond its own noise, as when a text is learnt by heart, that is the doubt.
@@ -121,7 +121,7 @@ def decide(pair: dict[str, Any], axis: str) -> tuple[str | None, str, str]:
 
 
 def _axis_lines(pair: dict[str, Any]) -> dict[str, str]:
-    """Axis -> its line; axes with the same answer have one line that names them all, unknown axes come last."""
+    """Return axis -> its line; axes with the same answer have one line that names them all, unknown axes come last."""
     answers: dict[tuple[str, str], list[str]] = {}
     unknown = {}
     for axis, gaps in pair["gaps"].items():
@@ -152,7 +152,7 @@ def _gap(gap: dict[str, Any]) -> str:
 
 
 def _percent(value: float, sign: str = "") -> str:
-    """Two or three digits, and never more than two after the point: 0.13 %, 1.8 %, 35 %."""
+    """Format with two or three digits, and never more than two after the point: 0.13 %, 1.8 %, 35 %."""
     decimals = 2 if abs(value) < 1 else 1 if abs(value) < 10 else 0
     value = round(value, decimals)
     return f"{value:{sign if value else ''}.{decimals}f} %" if value else "0.00 %"

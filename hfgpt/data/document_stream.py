@@ -84,7 +84,7 @@ class DocumentStream:
         return map(join_batches, zip(*streams))  # noqa: B905 all are endless
 
     def _pack(self, stream: int, cursor: list[int]) -> Iterator[StepBatch]:
-        """One logical stream's blocks of each step: its documents end to end."""
+        """Yield one logical stream's blocks of each step: its documents end to end."""
         documents, token = self.documents(stream, cursor), cursor[-1]
         step_tokens = self.blocks_per_step // self.streams * self.sequence_length
         pending = deque([next(documents)])
@@ -108,7 +108,7 @@ class DocumentStream:
             skipped = Counter()
 
     def documents(self, stream: int, cursor: list[int]) -> Iterator[StreamedDocument]:
-        """The documents of one logical stream, endless, from the one at `cursor` on."""
+        """Yield the documents of one logical stream, endless, from the one at `cursor` on."""
         epoch, first_part, first_row, token = cursor
         # What the tokenizer does not represent of the document at the cursor was counted before the resume.
         counted = cursor[:3] if first_part + first_row + token > 0 else None
@@ -129,7 +129,7 @@ class DocumentStream:
     def _read_part(
         self, stream: int, epoch_and_part: list[int], unit_part: np.ndarray, first_row: int, skipped: Counter[str]
     ) -> list[_Text]:
-        """The shuffled texts of a part, from `first_row` on. `skipped` counts the rows before the next text."""
+        """Return the shuffled texts of a part, from `first_row` on. `skipped` counts the rows before the next text."""
         unit, k, n = unit_part.tolist()
         rows = _read(self.source, self.source.units[unit])
         start, stop = len(rows) * k // n, len(rows) * (k + 1) // n
@@ -156,15 +156,16 @@ class DocumentStream:
                 yield StreamedDocument(place, origin, document.ids, skipped)
 
     def _shuffle_parts(self, epoch: int) -> np.ndarray:
-        """All rows (unit, part, parts) in the epoch's order: units shuffled, the parts of one next to each other, so
-        that neighbouring streams, which share a process, read the same unit at about the same time.
+        """Return all rows (unit, part, parts) in the epoch's order: units shuffled, the parts of one side by side.
+
+        So neighbouring streams, which share a process, read the same unit at about the same time.
         """
         by_unit = hashes(self._parts[:, 0], self.seed, epoch, 3)
         by_part = hashes(np.arange(len(self._parts)), self.seed, epoch, 4)
         return self._parts[np.lexsort((by_part, by_unit))]
 
     def _split_units(self) -> np.ndarray:
-        """All rows (unit, part, parts), int64: at least 8 for each stream if there are that many rows."""
+        """Return all rows (unit, part, parts), int64: at least 8 for each stream if there are that many rows."""
         wanted = math.ceil(PARTS_PER_STREAM * self.streams / max(len(self.source.units), 1))
         counts = []
         for unit in self.source.units:

@@ -42,7 +42,7 @@ def read_rows(unit: Unit, text_column: str) -> list[str]:
 
 @functools.lru_cache(maxsize=1)
 def embedded_documents() -> tuple[str, ...]:
-    """The topics of `pydoc`, then each longer docstring of the standard library, read from its files, once."""
+    """Return the topics of `pydoc`, then each longer docstring of the standard library, read from its files, once."""
     documents: list[str] = []
     with contextlib.suppress(ImportError):  # some distributions package it separately
         from pydoc_data.topics import topics

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from hfgpt.data import tokenizer_model as rules
 from hfgpt.data.fast_encoding import LONGEST_TEXT, fast_encoding
-from hfgpt.errors import UserError
+from hfgpt.errors import UserError, one_line
 from hfgpt.model.configuration_gpt2 import model_rows
 
 # What a tokenizer may lose of a document, by the names under which it is counted.
@@ -35,7 +35,7 @@ class Document(NamedTuple):
 
 
 def make_repeatable(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
-    """Switches off what a tokenizer.json may have left on: dropout of merges, truncation, padding. In place."""
+    """Switch off what a tokenizer.json may have left on: dropout of merges, truncation, padding. In place."""
     backend = tokenizer.backend_tokenizer
     backend.no_truncation()
     backend.no_padding()
@@ -116,15 +116,15 @@ class Encoder:
         return self._characters is not None
 
     def unknown_characters(self, text: str) -> list[str]:
-        """Characters of `text` that a character tokenizer has no id for, sorted; empty for other tokenizers."""
+        """Return the characters of `text` that a character tokenizer lacks, sorted; none for other tokenizers."""
         return [] if self._characters is None else sorted(set(text) - self._characters.keys())
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
-        """The ids of `documents`."""
+        """Return the ids of `documents`."""
         return [document.ids for document in self.documents(texts)]
 
     def documents(self, texts: list[str]) -> list[Document]:
-        """Encodes texts as documents. Raises UserError for an unknown character, or text that cannot be encoded."""
+        """Encode texts as documents. Raises UserError for an unknown character, or text that cannot be encoded."""
         start = [] if self.separator_id is None else [self.separator_id]
         documents = []
         for text, ids in zip(texts, self.tokens(texts), strict=True):
@@ -137,7 +137,7 @@ class Encoder:
         return documents
 
     def tokens(self, texts: list[str]) -> list[list[int]]:
-        """The ids of each text alone, without a separator."""
+        """Return the ids of each text alone, without a separator."""
         if self._characters is None:
             if self._fast is not None and all(len(text) < LONGEST_TEXT for text in texts):
                 return [self._fast.encode_ordinary(text) for text in texts]
@@ -153,7 +153,7 @@ class Encoder:
             ) from None
 
     def losses(self, text: str, ids: list[int]) -> tuple[Counter[str], int]:
-        """What `ids` do not represent of `text`, see LOSSES, and how many bytes they have before it."""
+        """Return what `ids` do not represent of `text`, see LOSSES, and how many bytes they have before it."""
         lost = Counter[str]()
         if self.keeps_all_text:
             return lost, 0
@@ -175,7 +175,7 @@ class Encoder:
         return +lost, prefix
 
     def byte_lengths(self, documents: Iterable[Document]) -> np.ndarray | None:
-        """UTF-8 bytes of text that each id of the documents stands for; None if any text is not represented."""
+        """Return the UTF-8 bytes of text that each id stands for; None if any text is not represented."""
         lengths = [np.zeros(0, np.int32)]
         for document in documents:
             if self.lengths is None or document.lost:
@@ -186,7 +186,7 @@ class Encoder:
         return np.concatenate(lengths)
 
     def why_no_bytes(self, documents: Sequence[Document]) -> str | None:
-        """Why `byte_lengths` is None, in words."""
+        """Return why `byte_lengths` is None, in words."""
         if changed := sum(bool(document.lost) for document in documents):
             return f"the tokenizer does not represent {changed:,} of {len(documents):,} documents exactly"
         if self.lengths is None:
@@ -194,14 +194,14 @@ class Encoder:
         return None
 
     def joined(self, documents: Sequence[Document]) -> np.ndarray:
-        """The documents as one run of ids. No line end follows the last one, as there is none to join it to."""
+        """Return the documents as one run of ids. No line end follows the last one, as there is none to join it to."""
         pieces = [np.zeros(0, np.int32), *(document.ids for document in documents)]
         if documents and documents[-1].joints:
             pieces[-1] = pieces[-1][: -documents[-1].joints]
         return np.concatenate(pieces)
 
     def rule(self) -> str:
-        """How documents are joined, in words."""
+        """Return how documents are joined, in words."""
         if self.separator_id is not None:
             token = self._tokenizer.eos_token
             return f"{token if token.isprintable() else repr(token)} ({self.separator_id}) before each"
@@ -215,6 +215,6 @@ def _encode_batch(backend: Tokenizer, texts: list[str]) -> list[Any]:
         return backend.encode_batch_fast(texts, add_special_tokens=False)
     except Exception as error:  # the library has no type of its own
         raise UserError(
-            f"tokenizer: cannot encode the text ({' '.join(str(error).split())}); use one with an unknown token or "
+            f"tokenizer: cannot encode the text ({one_line(error)}); use one with an unknown token or "
             "all bytes, or train bpe-N"
         ) from error

@@ -21,7 +21,7 @@ SAMPLE = (
 
 
 def fast_encoding(backend: Any) -> Any:
-    """A `tiktoken.Encoding` that gives the same ids as a byte-level BPE; None if it might not, or is not installed.
+    """Return a `tiktoken.Encoding` with the ids of a byte-level BPE; None if they might differ, or without tiktoken.
 
     `backend`: a `tokenizers.Tokenizer` for which special tokens in text are text (`encode_special_tokens`).
 

@@ -11,8 +11,7 @@ from fsspec.core import url_to_fs  # type: ignore[import-untyped]
 
 from hfgpt.data.kinds import BadFile
 from hfgpt.data.remote import BROKEN, read_with_retries
-from hfgpt.errors import RunError, UserError
-from hfgpt.retry import first_line
+from hfgpt.errors import RunError, UserError, message
 
 T = TypeVar("T")
 
@@ -21,7 +20,7 @@ READ_AHEAD_BYTES = 4 * 2**20
 
 @contextlib.contextmanager
 def open_file(file: str, uncompressed: bool = True) -> Iterator[Any]:
-    """Opens a local or remote file for reading, uncompressed by default. Each read of a remote one is one request."""
+    """Open a local or remote file for reading, uncompressed by default. Each read of a remote one is one request."""
     filesystem, path = url_to_fs(file)
     compressed = uncompressed and file.lower().endswith(".gz")
     # gzip reads a few kilobytes at a time.
@@ -49,7 +48,7 @@ class _CompleteReads:
 
 
 def read_file(file: str, read: Callable[[], T], patience_seconds: float) -> T:
-    """Returns what `read` returns of `file`; a remote file is read with retries.
+    """Return what `read` returns of `file`; a remote file is read with retries.
 
     Raises BadFile if the file itself is at fault, UserError if it cannot be opened, RunError if the network is.
     """
@@ -60,7 +59,7 @@ def read_file(file: str, read: Callable[[], T], patience_seconds: float) -> T:
     except UnicodeDecodeError as error:
         raise BadFile(f"dataset: {file} is not UTF-8 text ({error}); convert it, for example with iconv") from error
     except (OSError, *BROKEN) as error:
-        reason = first_line(error)
+        reason = message(error)
         if "://" not in file and getattr(error, "errno", None) is not None:  # from the system, not from the content
             raise UserError(f"dataset: {file} cannot be read ({reason}); fix that and start again") from error
         if getattr(error, "response", None) is not None:

@@ -48,7 +48,7 @@ class FileHead(NamedTuple):
 
 
 def read_head(file: str) -> FileHead:
-    """Reads and checks the head of a file. Raises BadFile for a file that is not what its name promises."""
+    """Read and check the head of a file. Raises BadFile for a file that is not what its name promises."""
     with open_file(file, uncompressed=False) as handle:
         raw = handle.read(64 if file_kind(file) == "parquet" else HEAD_BYTES)
         size = text_bytes = handle.seek(0, os.SEEK_END)
@@ -63,7 +63,7 @@ def read_head(file: str) -> FileHead:
 
 
 def check_head(file: str, raw: bytes, size_bytes: int) -> bytes:
-    """Uncompresses the first bytes `raw` of a file. Raises BadFile if they are not what its name says."""
+    """Uncompress the first bytes `raw` of a file. Raises BadFile if they are not what its name says."""
     kind, head = file_kind(file), raw
     if file.lower().endswith(".gz") and raw:
         if not raw.startswith(GZIP):

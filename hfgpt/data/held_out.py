@@ -52,12 +52,12 @@ class HeldOut:
 
     @property
     def exclude(self) -> frozenset[int]:
-        """Hashes of documents that training must not see. A copy of the split document holds held-out text, too."""
+        """Hashes of documents that training must not see: held-out ones, and the whole of the one that was split."""
         return self.hashes | ({text_hash(self.split_document)} if self.split_document else set())
 
 
 def hold_out(config: PretrainConfig, source: Source, documents: list[str] | None, saved_rule: str | None) -> HeldOut:
-    """Holds out validation text.
+    """Hold out validation text.
 
     `documents`: all of the text if it is in memory, None for a stream. `saved_rule`: that of a run to resume.
     """
@@ -67,9 +67,8 @@ def hold_out(config: PretrainConfig, source: Source, documents: list[str] | None
         eval_source, skipped = _open_eval_source(config.eval_dataset, source, config), Counter[str]()
         validation = list(islice(read_documents(eval_source, eval_source.units, skipped), enough))
         rule = f"eval_dataset {eval_source.fingerprint.get('hash', config.eval_dataset)}"
-        held_out = HeldOut(validation, rule, eval_source.description, source.units, documents or [])
-        held_out.skipped = skipped
-        return held_out
+        origin, units = eval_source.description, source.units
+        return HeldOut(validation, rule, origin, units, documents or [], skipped=skipped)
     if documents is not None:
         return _hold_out_in_memory(source, documents, saved_rule)
     return _hold_out_of_stream(source)
@@ -84,7 +83,7 @@ def source_options(config: PretrainConfig) -> dict[str, Any]:
 
 
 def _open_eval_source(eval_dataset: str, source: Source, config: PretrainConfig) -> Source:
-    """Local files or the embedded text, or another split of the Hub dataset that is trained on."""
+    """Return local files or the embedded text, or another split of the Hub dataset that is trained on."""
     options = source_options(config)
     is_path = os.path.exists(os.path.expanduser(eval_dataset)) or glob.has_magic(eval_dataset)
     try:
@@ -156,7 +155,7 @@ def _hold_out_of_stream(source: Source) -> HeldOut:
 
 
 def _find_border(source: Source, read: Callable[[Unit], Rows]) -> _Border:
-    """Finds where the last tenth of the characters begins.
+    """Find where the last tenth of the characters begins.
 
     Of a remote source, or one above 16 MiB, only the end is read, which also shows how many characters its bytes are.
     """

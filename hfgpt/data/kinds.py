@@ -36,12 +36,12 @@ class BadFile(UserError):
 
 
 def file_kind(file: str) -> str | None:
-    """parquet, lines or text; None for a file that is not read."""
+    """Return parquet, lines or text; None for a file that is not read."""
     return KINDS.get(Path(re.sub(r"(?<!\.parquet)\.gz$", "", file.lower())).suffix)
 
 
 def describe_other_kind(file: str) -> str:
-    """What a file is that is not read, and the fix."""
+    """Return what a file is that is not read, and the fix."""
     path = Path(re.sub(r"\.gz$", "", file, flags=re.IGNORECASE))
     if kind_and_fix := OTHER_KINDS.get(path.suffix.lower()):
         kind, fix = kind_and_fix

@@ -24,7 +24,7 @@ from hfgpt.errors import RunError, UserError
 def iterate(
     stream: Stream, position: dict[str, Any] | None, *, rank: int = 0, world: int = 1, num_workers: int = 0
 ) -> Generator[StepBatch, None, None]:
-    """This process's share of each step, endless, from `position` (of all processes; None: the start) on.
+    """Yield this process's share of each step, endless, from `position` (of all processes; None: the start) on.
 
     Workers read and encode ahead of time; text in memory needs none. Raises UserError if the step cannot be split over
     `world` processes, and for faults of the text, also those that workers meet.
@@ -71,7 +71,7 @@ class _Share(torch.utils.data.IterableDataset[Any]):
 
 
 def _end_with_parent() -> None:
-    """Has this worker killed when its parent ends, however that ends and however long a step takes (on Linux)."""
+    """Have this worker killed when its parent ends, however that ends and however long a step takes (on Linux)."""
     signal_at_parent_exit(signal.SIGKILL)
     parent, forkserver = multiprocessing.parent_process(), multiprocessing.get_start_method() == "forkserver"
     if parent and (not parent.is_alive() if forkserver else os.getppid() != parent.pid):
@@ -107,7 +107,7 @@ def _load(share: _Share, workers: int) -> Generator[StepBatch, None, None]:
 
 @contextlib.contextmanager
 def _child_signal_kept() -> Iterator[None]:
-    """Undoes the loader's handler of SIGCHLD, which would raise the end of a worker in the middle of a step."""
+    """Undo the loader's handler of SIGCHLD, which would raise the end of a worker in the middle of a step."""
     number = getattr(signal, "SIGCHLD", None)
     before = number and signal.getsignal(number)
     yield

@@ -18,14 +18,15 @@ MAX_NAMED = 3
 
 
 def local_files(dataset: str) -> tuple[list[str], list[str]] | None:
-    """Absolute names of the files that `dataset` stands for, sorted and each once, and notes on what is left out.
+    """Return the absolute names of the files that `dataset` stands for, each once, and notes on what is left out.
+
     None for the name of a Hub dataset.
 
     A folder stands for all files below it. Links are followed, but not in circles. Hidden files are left out.
     """
     path = Path(os.path.abspath(os.path.expanduser(dataset)))
     if path.is_dir():
-        return _choose_files(dataset, list(_files_below(str(path))))
+        return _choose_files(dataset, list(_glob(os.path.join(glob.escape(str(path)), "**"))))
     if path.exists():
         return _choose_files(dataset, [str(path)])
     if glob.has_magic(dataset):
@@ -38,7 +39,7 @@ def local_files(dataset: str) -> tuple[list[str], list[str]] | None:
 
 
 def no_such_file(dataset: str) -> UserError:
-    """The error for a path that does not exist, with a similar name that does."""
+    """Return the error for a path that does not exist, with a similar name that does."""
     path = Path(os.path.abspath(os.path.expanduser(dataset)))
     names = [other.name for other in path.parent.glob("*") if file_kind(other.name) or other.is_dir()]
     similar = difflib.get_close_matches(path.name, names)
@@ -74,12 +75,12 @@ def _choose_files(dataset: str, found: list[str]) -> tuple[list[str], list[str]]
 
 
 def _one_line(file: str) -> str:
-    """The name of a file, without its folder, as it can be printed."""
+    """Return the name of a file, without its folder, as it can be printed."""
     return " ".join(os.path.basename(file).encode("utf-8", "replace").decode().splitlines())
 
 
 def _identity(file: str) -> object:
-    """Equal for two names of one file."""
+    """Return what is equal for two names of one file."""
     try:
         status = os.stat(file)
     except OSError:  # a broken link
@@ -88,7 +89,7 @@ def _identity(file: str) -> object:
 
 
 def _glob(pattern: str) -> Iterator[str]:
-    """`glob.glob`, with `**` for all folders below, which follows links but never in a circle."""
+    """Do as `glob.glob`, with `**` for all folders below, which follows links but never in a circle."""
     parts = pattern.split(os.sep)
     if "**" not in parts:
         yield from glob.glob(pattern)
@@ -100,13 +101,8 @@ def _glob(pattern: str) -> Iterator[str]:
             yield from _glob(os.path.join(glob.escape(folder), rest))
 
 
-def _files_below(base: str) -> Iterator[str]:
-    for folder in _folders_below(base):
-        yield from glob.glob(os.path.join(glob.escape(folder), "*"))
-
-
 def _folders_below(base: str) -> Iterator[str]:
-    """`base` and the folders below it, each once, without hidden ones and links to a folder that holds the link."""
+    """Yield `base` and the folders below it, each once, without hidden ones and links to a folder that holds them."""
     seen: set[str] = set()
 
     def refuse(error: OSError) -> None:

@@ -60,7 +60,7 @@ class MemoryBlocks:
             yield StepBatch(blocks, {"epoch": epoch, "block": len(order) - len(left)})
 
     def _shuffle_blocks(self, epoch: int) -> np.ndarray:
-        """The first tokens of the epoch's blocks, in its order."""
+        """Return the first tokens of the epoch's blocks, in its order."""
         phase = hash_of(self.seed, epoch, 0) % self._phases
         count = (len(self.tokens) - phase - 1) // self.sequence_length
         return phase + self.sequence_length * permutation(count, self.seed, epoch, 1)

@@ -25,7 +25,7 @@ SETTINGS = {
 def resumed_position(
     stream: Stream, fingerprint: dict[str, Any], position: dict[str, Any], accept_changes: bool = False
 ) -> tuple[dict[str, Any], str]:
-    """Where `stream` continues from a saved position, and what has changed since, in words.
+    """Return where `stream` continues from a saved position, and what has changed since, in words.
 
     Changes of text or order raise UserError, which names each setting, unless they are accepted. With another step
     size the position then holds if its form does. With any other change the text starts again, in the epoch after the
@@ -55,7 +55,7 @@ def resumed_position(
 
 
 def _is_position(position: dict[str, Any]) -> bool:
-    """Whether it has one of the two forms that streams give: a place in an epoch, or four numbers for each stream."""
+    """Return whether it has a form that streams give: a place in an epoch, or four numbers for each stream."""
     in_memory = position.keys() == {"epoch", "block"}
     cursors = [list(position.values())] if in_memory else position.get("streams")
     if not isinstance(cursors, list) or not all(isinstance(cursor, list) for cursor in cursors):

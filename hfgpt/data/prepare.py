@@ -60,7 +60,7 @@ def prepare_data(
     tokenizer: PreTrainedTokenizerFast | None = None,
     saved_rule: str | None = None,
 ) -> TextData:
-    """Opens the text, holds out validation, loads or trains the tokenizer (unless given), and makes the stream.
+    """Open the text, hold out validation, load or train the tokenizer (unless given), and make the stream.
 
     `streaming`: True for a document stream, False for blocks in memory, "auto" for memory up to 16 MiB of local or
     embedded text. Without `eval_dataset`, the last tenth of the text is held out. Training never sees a validation
@@ -83,11 +83,9 @@ def prepare_data(
     kept = [text for text in held_out.documents if text_hash(text) not in held_out.exclude]
     skipped += Counter(in_validation=len(held_out.documents) - len(kept))
 
-    if tokenizer is None and config.tokenizer == "char":  # it has to know the held-out part, too
-        everything = read_documents(source, source.units, Counter()) if documents is None else documents
-        tokenizer = _load_tokenizer(config, everything)
-    elif tokenizer is None:  # learns from training text alone, whose shuffled units make the first ones a fair sample
-        tokenizer = _load_tokenizer(config, kept if in_memory else _shuffled_documents(training, config.seed))
+    if tokenizer is None:
+        whole, part = (source, training) if documents is None else (documents, kept)
+        tokenizer = _load_tokenizer(config, whole, part)
     encoder = _make_encoder(config, tokenizer)
     fingerprint = _fingerprint(config, source, encoder, held_out, blocks_per_step)
     train: MemoryBlocks | DocumentStream
@@ -100,8 +98,6 @@ def prepare_data(
         how = f"document stream: {len(source.units):,} units over {train.streams} streams"
         shuffled = _shuffled_documents(training, config.seed)
     validation, validation_bytes, lines = _encode_validation(config, encoder, held_out, skipped)
-    named = "of init_from" if config.tokenizer == AUTO else config.tokenizer
-    highest = f" with ids up to {encoder.rows - 1:,}" if encoder.rows > len(tokenizer) else ""
     return TextData(
         tokenizer=tokenizer,
         train=train,
@@ -110,7 +106,7 @@ def prepare_data(
         validation_bytes=validation_bytes,
         description=[
             source.description,
-            f"tokenizer: {named}, {len(tokenizer):,} entries{highest}",
+            _describe_tokenizer(config, tokenizer, encoder.rows),
             f"training: {how}",
             *lines,
             *(f"so far, {line}" for line in describe_skipped(skipped)),
@@ -121,7 +117,7 @@ def prepare_data(
 
 
 def describe_skipped(skipped: Counter[str]) -> list[str]:
-    """A line each for rows without text and for text that the tokenizer does not represent, if there are any."""
+    """Return a line each for rows without text and for text that the tokenizer does not represent, if there are any."""
     rows: list[str] = []
     losses: list[str] = []
     for reason, count in sorted(skipped.items()):
@@ -142,8 +138,13 @@ def _fits_memory(source: Source) -> bool:
     return source.is_local and source.size_bytes <= IN_MEMORY_BYTES
 
 
-def _load_tokenizer(config: PretrainConfig, texts: Iterable[str]) -> PreTrainedTokenizerFast:
-    name = config.tokenizer
+def _load_tokenizer(
+    config: PretrainConfig, whole: Source | list[str], part: Source | list[str]
+) -> PreTrainedTokenizerFast:
+    """Load the tokenizer, or train it: char on the whole text, bpe-N on the part that is not held out."""
+    name, text = config.tokenizer, whole if config.tokenizer == "char" else part
+    # Units in random order, so that the first ones are a fair sample.
+    texts = _shuffled_documents(text, config.seed) if isinstance(text, Source) else text
     if name == AUTO and config.init_from is not None:
         files = model_files(config.init_from)
         if not has_tokenizer(files):
@@ -167,10 +168,16 @@ def _make_encoder(config: PretrainConfig, tokenizer: PreTrainedTokenizerFast) ->
     return encoder
 
 
+def _describe_tokenizer(config: PretrainConfig, tokenizer: PreTrainedTokenizerFast, rows: int) -> str:
+    named = "of init_from" if config.tokenizer == AUTO else config.tokenizer
+    highest = f" with ids up to {rows - 1:,}" if rows > len(tokenizer) else ""
+    return f"tokenizer: {named}, {len(tokenizer):,} entries{highest}"
+
+
 def _fingerprint(
     config: PretrainConfig, source: Source, encoder: Encoder, held_out: HeldOut, blocks_per_step: int
 ) -> dict[str, Any]:
-    """Everything that the tokens and their order depend on. Recorded, and compared on resume."""
+    """Return everything that the tokens and their order depend on. Recorded, and compared on resume."""
     return {
         **{f"dataset.{key}": value for key, value in source.fingerprint.items()},
         "tokenizer": encoder.fingerprint,
@@ -189,7 +196,7 @@ def _shape(fingerprint: dict[str, Any]) -> dict[str, int]:
 def _memory_blocks(
     encoder: Encoder, texts: list[str], fingerprint: dict[str, Any], skipped: Counter[str]
 ) -> tuple[MemoryBlocks, str]:
-    """The stream of a text in memory, and its description. Counts in `skipped` what the tokenizer loses."""
+    """Return the stream of a text in memory, and its description. Counts in `skipped` what the tokenizer loses."""
     documents = _encode(encoder, texts)
     skipped.update(_losses(documents))
     tokens = encoder.joined(documents)
@@ -208,7 +215,7 @@ def _memory_blocks(
 def _encode_validation(
     config: PretrainConfig, encoder: Encoder, held_out: HeldOut, skipped: Counter[str]
 ) -> tuple[np.ndarray, int | None, list[str]]:
-    """The validation tokens, their bytes without the first token, and lines for the plan.
+    """Return the validation tokens, their bytes without the first token, and lines for the plan.
 
     Counts in `skipped` what the tokenizer loses of the documents that are used.
     """
@@ -243,7 +250,7 @@ def _losses(documents: list[Document]) -> Counter[str]:
 
 
 def _first_documents(documents: list[Document], count: int | None) -> list[Document]:
-    """Those that have the first `count` ids; all of them for None."""
+    """Return those that have the first `count` ids; all of them for None."""
     if count is None:
         return documents
     ends = np.cumsum([len(document.ids) for document in documents])
@@ -252,7 +259,7 @@ def _first_documents(documents: list[Document], count: int | None) -> list[Docum
 
 
 def _first_tokens(encoder: Encoder, documents: Iterable[str], count: int) -> np.ndarray:
-    """The first `count` tokens of the documents, or all there are."""
+    """Return the first `count` tokens of the documents, or all there are."""
     pieces: list[np.ndarray] = []
     for document in documents:
         pieces += encoder.encode([document])
@@ -262,5 +269,5 @@ def _first_tokens(encoder: Encoder, documents: Iterable[str], count: int) -> np.
 
 
 def _shuffled_documents(source: Source, seed: int) -> Iterator[str]:
-    """Documents of the units in a fixed random order."""
+    """Yield the documents of the units in a fixed random order."""
     return read_documents(source, [source.units[i] for i in permutation(len(source.units), seed)], Counter())

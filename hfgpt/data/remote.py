@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 
 import pyarrow as pa
 
-from hfgpt.errors import RunError, UserError
-from hfgpt.retry import error_names, first_line, is_temporary, retry
+from hfgpt.errors import RunError, UserError, message
+from hfgpt.retry import error_names, is_temporary, retry
 
 logger = logging.getLogger(__name__)
 
@@ -31,13 +31,13 @@ _retries: list[dict[str, Any]] = []
 
 
 def take_retries() -> list[dict[str, Any]]:
-    """The records of this process's retries since the last call: `what, reason, tries, waited_seconds`."""
+    """Return the records of this process's retries since the last call: `what, reason, tries, waited_seconds`."""
     records, _retries[:] = list(_retries), []
     return records
 
 
 def read_with_retries(read: Callable[[], T], what: str, patience_seconds: float) -> T:
-    """Returns what `read` returns, waiting out faults of the network for `patience_seconds`.
+    """Return what `read` returns, waiting out faults of the network for `patience_seconds`.
 
     A refusal (no such file, no permission) is raised at once, and the error of a broken file after a few tries.
     Raises RunError when the patience is used up. Each retry is logged and recorded, those of the Hub client too.
@@ -50,7 +50,7 @@ def read_with_retries(read: Callable[[], T], what: str, patience_seconds: float)
         return is_temporary(error) or (isinstance(error, BROKEN) and broken_reads < TRIES_OF_A_BROKEN_FILE)
 
     def on_retry(error: Exception, tries: int, waited_seconds: float, pause_seconds: float) -> None:
-        _record_retry(what, first_line(error), tries, waited_seconds, f"trying again in {pause_seconds:.0f} s")
+        _record_retry(what, message(error), tries, waited_seconds, f"trying again in {pause_seconds:.0f} s")
 
     with _client_retries_recorded(what):
         return retry(read, f"{what} could not be read", patience_seconds, on_retry, should_retry)
@@ -63,16 +63,16 @@ def _record_retry(what: str, reason: str, tries: int, waited_seconds: float, nex
 
 @contextlib.contextmanager
 def _client_retries_recorded(what: str) -> Iterator[None]:
-    """Turns the Hub client's log lines about its own retries into our records and log lines."""
+    """Turn the Hub client's log lines about its own retries into our records and log lines."""
     start, reason = time.monotonic(), "fault"
 
     def keep(record: logging.LogRecord) -> bool:
         nonlocal reason
-        message = record.getMessage()
-        if "thrown while requesting" in message:
-            reason = message.partition(" thrown while requesting")[0]
-        elif found := re.search(r"\[Retry (\d+)/", message):
-            next_action = message.partition(" [Retry")[0].strip(". ").lower()
+        line = record.getMessage()
+        if "thrown while requesting" in line:
+            reason = line.partition(" thrown while requesting")[0]
+        elif found := re.search(r"\[Retry (\d+)/", line):
+            next_action = line.partition(" [Retry")[0].strip(". ").lower()
             _record_retry(what, reason, int(found[1]), time.monotonic() - start, next_action)
         else:
             return True
@@ -87,7 +87,7 @@ def _client_retries_recorded(what: str) -> Iterator[None]:
 
 
 def find_hub_fault() -> str | None:
-    """Why the Hub cannot be reached, found within seconds; None if it gives any answer, or is not to be asked."""
+    """Return why the Hub cannot be reached, within seconds; None if it gives any answer, or is not to be asked."""
     from huggingface_hub import constants
     from huggingface_hub.utils import get_session
 
@@ -112,7 +112,7 @@ def find_hub_fault() -> str | None:
 
 
 def check_hub(given: str, repository: str) -> None:
-    """Raises UserError, beginning with `given`, if the Hub is unreachable and has nothing of `repository` cached."""
+    """Raise UserError, beginning with `given`, if the Hub is unreachable and has nothing of `repository` cached."""
     from huggingface_hub import try_to_load_from_cache
 
     repository = repository.partition("@")[0]
@@ -127,7 +127,7 @@ def check_hub(given: str, repository: str) -> None:
 def hub_files(
     dataset: str, name: str | None, split: str, revision: str | None, patience_seconds: float
 ) -> tuple[list[str], str]:
-    """The files of one split, as URLs (hf://datasets/ID@COMMIT/PATH) or cached paths when offline, and the commit.
+    """Return one split's files, as URLs (hf://datasets/ID@COMMIT/PATH) or cached paths when offline, and the commit.
 
     Raises UserError if they do not exist or access is not allowed.
     """
@@ -144,7 +144,7 @@ def hub_files(
         except Exception as error:
             if not is_reachable and is_temporary(error) and (fault := find_hub_fault()):
                 hint = "check the name or the connection, or use what is cached with HF_HUB_OFFLINE=1"
-                raise UserError(f"{given}: no local file, and {fault}: {first_line(error)}; {hint}") from error
+                raise UserError(f"{given}: no local file, and {fault}: {message(error)}; {hint}") from error
             is_reachable = True
             raise
 
@@ -155,14 +155,14 @@ def hub_files(
     except Exception as error:  # not found, not allowed, unknown configuration: each has its own type
         problem = "the Hub cannot be reached" if isinstance(error, RunError) else "not usable from the Hub"
         hint = "; HF_HUB_OFFLINE is set, so only cached files can be used" if HF_HUB_OFFLINE else ""
-        raise UserError(f"{given}: no local file, and {problem}: {first_line(error)}{hint}") from error
+        raise UserError(f"{given}: no local file, and {problem}: {message(error)}{hint}") from error
     if split not in splits:
         raise UserError(f"dataset_split={split}: {dataset} has no such split; it has {', '.join(map(str, splits))}")
     return list(splits[split]), commit
 
 
 def _find_splits(dataset: str, name: str | None, revision: str | None) -> tuple[Any, str]:
-    """Files by split, and the commit that the revision stands for."""
+    """Return files by split, and the commit that the revision stands for."""
     from datasets import load_dataset_builder  # late: takes seconds to import
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.constants import HF_HUB_OFFLINE
@@ -175,7 +175,7 @@ def _find_splits(dataset: str, name: str | None, revision: str | None) -> tuple[
 
 
 def model_files(name: str, setting: str = "init_from=") -> Path:
-    """The folder or file of a model: a local path as it is, or ID or ID@REVISION downloaded to the Hub's cache.
+    """Return the folder or file of a model: a local path as it is, or ID or ID@REVISION downloaded to the Hub's cache.
 
     Raises UserError, beginning with `setting` and the name, if there is neither.
     """
@@ -193,18 +193,18 @@ def model_files(name: str, setting: str = "init_from=") -> Path:
         with quiet_hub():
             return Path(snapshot_download(repository, revision=revision or None, allow_patterns=patterns))
     except Exception as error:  # not found, not allowed, not reachable: each has its own type
-        reason = first_line(error).rstrip(".")
+        reason = message(error).rstrip(".")
         raise UserError(f"{setting}{name}: no such file or folder, and not usable from the Hub: {reason}") from error
 
 
 def pinned_name(name: str, files: Path) -> str:
-    """A lasting name for what `model_files` found under `name`: a path without links, or ID@COMMIT."""
+    """Return a lasting name for what `model_files` found under `name`: a path without links, or ID@COMMIT."""
     return str(files.resolve()) if Path(name).exists() else f"{name.partition('@')[0]}@{files.name}"
 
 
 @contextlib.contextmanager
 def quiet_hub() -> Iterator[None]:
-    """Keeps the Hub client from logging its own retries, where the outcome is reported in one line anyway."""
+    """Keep the Hub client from logging its own retries, where the outcome is reported in one line anyway."""
     client = logging.getLogger("huggingface_hub")
     level = client.level
     client.setLevel(logging.CRITICAL)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import io
 import json
 from collections.abc import Iterator
@@ -13,12 +14,11 @@ from hfgpt.data.file_access import open_file, read_file
 from hfgpt.data.formats.jsonl import SAMPLE_BYTES, find_damage
 from hfgpt.data.heads import HEAD_BYTES, check_head
 from hfgpt.data.kinds import file_kind
-from hfgpt.errors import UserError
-from hfgpt.retry import first_line
+from hfgpt.errors import UserError, message
 
 
 def read_rows(file: str, patience_seconds: float = 900.0) -> Iterator[tuple[int, Any]]:
-    """Yields the number (from 1) and the content of each row of a jsonl or parquet file that fits into memory.
+    """Yield the number (from 1) and the content of each row of a jsonl or parquet file that fits into memory.
 
     Skips blank lines. Raises UserError like `Source.read`, and for a line that is not JSON.
     """
@@ -39,9 +39,9 @@ def read_rows(file: str, patience_seconds: float = 900.0) -> Iterator[tuple[int,
         return
     if damage := find_damage(file, data[:SAMPLE_BYTES], len(data) <= SAMPLE_BYTES, None):
         raise damage
-    for number, line in enumerate(data.removeprefix(b"\xef\xbb\xbf").split(b"\n"), 1):
+    for number, line in enumerate(data.removeprefix(codecs.BOM_UTF8).split(b"\n"), 1):
         if line.strip():
             try:
                 yield number, json.loads(line)
             except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
-                raise UserError(f"dataset: {file}, row {number}: not JSON ({first_line(error)}); fix it") from error
+                raise UserError(f"dataset: {file}, row {number}: not JSON ({message(error)}); fix it") from error

@@ -23,8 +23,10 @@ def prepare_data_of_run(
     fingerprint: dict[str, Any],
     folder: Path | None,
 ) -> TextData:
-    """`prepare_data` for a run that has begun with `saved_config` on the text of `fingerprint`: at the same commit of
-    its dataset, and with the tokenizer trained for it, which the checkpoint `folder` holds.
+    """Do as `prepare_data` for a run that began with `saved_config` on the text of `fingerprint`.
+
+    The dataset is at the same commit, and a tokenizer that was trained for the run is taken from the checkpoint
+    `folder`.
     """
     commit, held_out = fingerprint.get("dataset.commit"), fingerprint.get("held_out")
     pinned, tokenizer = config, None

@@ -56,7 +56,7 @@ class Source:
     skipped_files: int = 0
 
     def split_for_stream(self) -> Source:
-        """The same text with txt files in pieces, as a stream needs many documents."""
+        """Return the same text with txt files in pieces, as a stream needs many documents."""
         text_units = [unit for unit in self.units if file_kind(unit.file) == "text"]
         size = choose_piece_characters(text_units)
         if size is None:
@@ -66,7 +66,7 @@ class Source:
         return dataclasses.replace(self, units=[*chain(*split)], fingerprint=fingerprint)
 
     def read(self, unit: Unit) -> list[str | Unusable]:
-        """All rows of a unit in the file's order.
+        """Return all rows of a unit in the file's order.
 
         Raises BadFile if the file as a whole cannot be read, RunError if the network fails for too long.
         """
@@ -84,7 +84,7 @@ class Source:
         return [*(self._document(row) for row in rows[:-1]), *last]
 
     def _document(self, row: Any, characters: int | None = None) -> str | Unusable:
-        """The document in a row, or its first `characters`, else why it cannot be trained on."""
+        """Return the document in a row, or its first `characters`, else why it cannot be trained on."""
         if isinstance(row, Unusable):
             return row
         try:
@@ -102,7 +102,7 @@ class Source:
 
 
 def read_documents(source: Source, units: Iterable[Unit], skipped: Counter[str]) -> Iterator[str]:
-    """Yields the documents of these units, and counts rows without one in `skipped`, by reason."""
+    """Yield the documents of these units, and count rows without one in `skipped`, by reason."""
     for row in chain.from_iterable(map(source.read, units)):
         if isinstance(row, Unusable):
             skipped[row.reason] += 1
@@ -111,7 +111,7 @@ def read_documents(source: Source, units: Iterable[Unit], skipped: Counter[str])
 
 
 def text_hash(text: str) -> int:
-    """xxh3_64 of the UTF-8 bytes."""
+    """Return xxh3_64 of the UTF-8 bytes."""
     return xxhash.xxh3_64_intdigest(text.encode())
 
 
@@ -124,7 +124,7 @@ def open_source(
     patience_seconds: float = 900.0,
     skip_bad_files: bool = False,
 ) -> Source:
-    """Opens the text called `dataset`: "embedded", a local file, folder (and all below it) or glob, or a Hub dataset.
+    """Open the text called `dataset`: "embedded", a local file, folder (and all below it) or glob, or a Hub dataset.
 
     A txt file of up to 16 MiB is one document; a larger one is split at line ends into documents of about 64 KiB.
     Looks at the head or footer of each file. Waits out faults of the network for `patience_seconds`.
@@ -180,7 +180,7 @@ def _open_embedded() -> Source:
 def _refuse_meaningless_settings(
     dataset: str, name: str | None, split: str, revision: str | None, text_column: str
 ) -> None:
-    """Raises UserError for settings of a Hub dataset with other text, or a column of text without columns."""
+    """Raise UserError for settings of a Hub dataset with other text, or a column of text without columns."""
     kind = "is this Python's own documentation" if dataset == embedded.NAME else "is local"
     given = {"dataset_name": name, "dataset_split": split if split != "train" else None, "dataset_revision": revision}
     problems = [
@@ -195,7 +195,7 @@ def _refuse_meaningless_settings(
 def _inspect_files(
     files: list[str], text_column: str, patience_seconds: float, skip_bad_files: bool
 ) -> dict[str, tuple[list[Unit], int]]:
-    """Units and size of each file. Bad files are left out, or raised where they are not to be skipped or are all."""
+    """Return units and size of each file. Bad files are left out, or raised if not to be skipped, or if all are bad."""
 
     def inspect(file: str) -> tuple[list[Unit], int] | BadFile:
         try:
@@ -214,8 +214,9 @@ def _inspect_files(
 
 
 def _hash_files(files: list[str]) -> dict[str, Any]:
-    """The number of files, and a hash of their names below their common folder, sizes and content; also the hash of
-    each if they are few.
+    """Return the number of files and one hash of their names, sizes and content; if they are few, also one of each.
+
+    Names are those below the common folder.
     """
     root, hashes = os.path.commonpath([os.path.dirname(file) for file in files]), {}
     for file in files:

@@ -53,17 +53,17 @@ class Stream(Protocol):
     start: dict[str, Any]
 
     def steps(self, position: dict[str, Any], first: int, last: int) -> Iterator[StepBatch]:
-        """The parts `first` to `last` (of `divisible`) of each step from `position` on."""
+        """Return the parts `first` to `last` (of `divisible`) of each step from `position` on."""
 
     def start_of_epoch(self, epoch: int) -> dict[str, Any]:
-        """The position at which an epoch begins."""
+        """Return the position at which an epoch begins."""
 
     def locate_rows(self, decode: Decode, batch: StepBatch, rows: Sequence[int]) -> list[dict[str, Any]]:
-        """Where the text in these rows of a whole step's blocks comes from, and how it begins."""
+        """Return where the text in these rows of a whole step's blocks comes from, and how it begins."""
 
 
 def join_batches(parts: Sequence[StepBatch]) -> StepBatch:
-    """Joins the parts of one step, in the order of ranks or workers."""
+    """Join the parts of one step, in the order of ranks or workers."""
     if len(parts) == 1:
         return parts[0]
     return StepBatch(
@@ -76,7 +76,7 @@ def join_batches(parts: Sequence[StepBatch]) -> StepBatch:
 
 
 def merge_positions(positions: list[dict[str, Any]]) -> dict[str, Any]:
-    """The whole position from those of all processes in the order of ranks. It loads on any world size."""
+    """Return the whole position from those of all processes in the order of ranks. It loads on any world size."""
     if "streams" not in positions[0]:
         assert all(position == positions[0] for position in positions), positions
         return positions[0]
@@ -84,7 +84,7 @@ def merge_positions(positions: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def batch_hash(blocks: np.ndarray) -> str:
-    """xxh3_64 (hex) of a step's blocks as little-endian int32, in the stream's own order."""
+    """Return xxh3_64 (hex) of a step's blocks as little-endian int32, in the stream's own order."""
     return xxhash.xxh3_64_hexdigest(np.ascontiguousarray(blocks, dtype="<i4").data)
 
 

@@ -16,9 +16,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from hfgpt.data.encoding import make_repeatable
 from hfgpt.data.remote import quiet_hub
-from hfgpt.errors import UserError
+from hfgpt.errors import UserError, message
 from hfgpt.model.configuration_gpt2 import model_rows, special_ids
-from hfgpt.retry import first_line
 
 # Parallel encoding in this process would make every later fork warn, and could hang the child.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -31,7 +30,7 @@ ENDLESS = re.compile(rf"\S{{{LONGEST_WORD}}}|\s{{{LONGEST_WORD}}}")
 
 
 def load_tokenizer(name: str, texts: Callable[[], Iterable[str]], model_max_length: int) -> PreTrainedTokenizerFast:
-    """Loads or trains the tokenizer called `name`, for a model of `model_max_length` positions.
+    """Load or train the tokenizer called `name`, for a model of `model_max_length` positions.
 
     "char" has one token for each character of `texts()`, ids in the order of characters, and no special token.
     "bpe-N" is a byte-level BPE of N entries trained on the first 20 M characters of `texts()`, with `<|endoftext|>`
@@ -56,7 +55,7 @@ def load_tokenizer(name: str, texts: Callable[[], Iterable[str]], model_max_leng
     except Exception as error:  # each broken or missing tokenizer fails in its own way
         raise UserError(
             f"tokenizer={name}: not char, not bpe-N, and no tokenizer could be loaded from a folder or Hub "
-            f"repository of that name ({first_line(error)}); give one of these three"
+            f"repository of that name ({message(error)}); give one of these three"
         ) from error
     if not tokenizer.is_fast:
         raise UserError(
@@ -92,7 +91,7 @@ def _first_characters(texts: Iterable[str], limit: int) -> Iterable[str]:
 
 
 def _check_saved(tokenizer: PreTrainedTokenizerFast, name: str) -> None:
-    """Raises UserError for a tokenizer that gives other ids when saved and loaded: checkpoints could not be used."""
+    """Raise UserError for a tokenizer that gives other ids when saved and loaded: checkpoints could not be used."""
     with tempfile.TemporaryDirectory() as folder:
         save_tokenizer(tokenizer, folder)
         saved = PreTrainedTokenizerFast.from_pretrained(folder)
@@ -106,7 +105,7 @@ def _check_saved(tokenizer: PreTrainedTokenizerFast, name: str) -> None:
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: str | os.PathLike[str]) -> None:
-    """Writes tokenizer.json and tokenizer_config.json so that stock transformers 4 and 5 load equal ids.
+    """Write tokenizer.json and tokenizer_config.json so that stock transformers 4 and 5 load equal ids.
 
     Version 5 alone would name a class that 4 does not know; `PreTrainedTokenizerFast` is in both, and reads
     tokenizer.json. A batch of prompts is padded on the left, where a model that continues text needs it, and special

@@ -22,7 +22,7 @@ KEEPS_TEXT = {"ByteLevel", "Split", "Digits", "Punctuation", "UnicodeScripts"}  
 
 
 def steps(component: dict[str, Any] | None) -> list[dict[str, Any]]:
-    """The parts of a normalizer, pre-tokenizer, decoder or post-processor, which may be nested sequences."""
+    """Return the parts of a normalizer, pre-tokenizer, decoder or post-processor, which may be nested sequences."""
     if component is None:
         return []
     if component["type"] != "Sequence":
@@ -43,7 +43,7 @@ def refuse_shared_ids(vocabulary: dict[str, int]) -> None:
 
 
 def find_characters(specification: dict[str, Any], special: set[str]) -> dict[str, int] | None:
-    """The id of each character, or None if the tokens are not single characters."""
+    """Return the id of each character, or None if the tokens are not single characters."""
     model = specification["model"]
     if model["type"] != "BPE" or specification["pre_tokenizer"] is not None or specification["normalizer"] is not None:
         return None
@@ -56,7 +56,7 @@ def find_characters(specification: dict[str, Any], special: set[str]) -> dict[st
 def find_token_bytes(
     specification: dict[str, Any], vocabulary: dict[str, int], special: set[str], rows: int
 ) -> list[bytes] | None:
-    """The bytes that the decoder makes of each id, none for special tokens; None if they depend on the tokens around.
+    """Return the bytes that the decoder makes of each id, none of special tokens; None if they depend on those around.
 
     Whether these are the bytes of a text is only known by comparing.
     """
@@ -89,7 +89,7 @@ def find_token_bytes(
 
 
 def is_symbol(token: str | None, model: dict[str, Any]) -> bool:
-    """Whether a BPE has the token for one character of text, which nothing else can stand for."""
+    """Return whether a BPE has the token for one character of text, which nothing else can stand for."""
     if token is None or model["type"] != "BPE" or token not in model["vocab"]:
         return False
     bare = token.removeprefix(model.get("continuing_subword_prefix") or "")
@@ -97,7 +97,7 @@ def is_symbol(token: str | None, model: dict[str, Any]) -> bool:
 
 
 def has_all_bytes(specification: dict[str, Any]) -> bool:
-    """Whether it is a byte-level BPE with a token for each byte."""
+    """Return whether it is a byte-level BPE with a token for each byte."""
     model = specification["model"]
     return (
         any(step["type"] == "ByteLevel" for step in steps(specification["pre_tokenizer"]))
@@ -108,7 +108,7 @@ def has_all_bytes(specification: dict[str, Any]) -> bool:
 
 
 def keeps_all_text(specification: dict[str, Any]) -> bool:
-    """Whether a byte-level BPE loses nothing of any text, so that no document has to be checked."""
+    """Return whether a byte-level BPE loses nothing of any text, so that no document has to be checked."""
     pre_tokenizers = steps(specification["pre_tokenizer"])
     return (
         has_all_bytes(specification)
@@ -122,7 +122,7 @@ def keeps_all_text(specification: dict[str, Any]) -> bool:
 
 
 def without_special_text(model: dict[str, Any], special: set[str]) -> dict[str, Any]:
-    """The model changed so that no text becomes one of the special tokens; all ids stay."""
+    """Return the model changed so that no text becomes one of the special tokens; all ids stay."""
     if model["type"] == "Unigram":
         pieces = [[NO_TEXT + piece if piece in special else piece, score] for piece, score in model["vocab"]]
         return {**model, "vocab": pieces}
@@ -139,7 +139,7 @@ def without_special_text(model: dict[str, Any], special: set[str]) -> dict[str, 
 
 
 def build_backend(specification: dict[str, Any], model: dict[str, Any]) -> Tokenizer:
-    """A tokenizer with another model that takes special tokens in text for text. The ids of added tokens stay."""
+    """Build a tokenizer with another model that takes special tokens in text for text. Added tokens keep their ids."""
     backend = Tokenizer.from_str(json.dumps(specification))
     if model != specification["model"]:
         backend.model = Tokenizer.from_str(json.dumps({**specification, "model": model, "added_tokens": []})).model
@@ -148,7 +148,7 @@ def build_backend(specification: dict[str, Any], model: dict[str, Any]) -> Token
 
 
 def build_loss_counter(specification: dict[str, Any], rows: int) -> Tokenizer | None:
-    """A tokenizer that gives the id `rows` for each symbol that the specified one would drop; None if it drops none."""
+    """Build a tokenizer that gives the id `rows` for each symbol that this one would drop; None if it drops none."""
     model = specification["model"]
     has_fallback = model.get("byte_fallback") and all(f"<0x{byte:02X}>" in model["vocab"] for byte in range(256))
     if model["type"] != "BPE" or has_all_bytes(specification) or has_fallback:

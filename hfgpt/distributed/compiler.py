@@ -35,7 +35,7 @@ class CompileChoice:
 
 
 def choose_compile(requested: str | bool, device: torch.device, forward_passes: int) -> CompileChoice:
-    """Whether to compile the model for a run of `forward_passes` micro-batches on this process.
+    """Choose whether to compile the model for a run of `forward_passes` micro-batches on this process.
 
     `requested` is "auto", True or False. Raises UserError where True cannot work.
     """
@@ -52,7 +52,7 @@ def choose_compile(requested: str | bool, device: torch.device, forward_passes: 
 
 
 def _find_obstacle(device: torch.device) -> str | None:
-    """What torch.compile lacks here, or None. Compiles nothing."""
+    """Return what torch.compile lacks here, or None. Compiles nothing."""
     from torch._dynamo.eval_frame import check_if_dynamo_supported  # takes a second
 
     try:
@@ -79,7 +79,7 @@ def _find_obstacle(device: torch.device) -> str | None:
 
 
 def explain_compiler_error(error: Exception) -> str | None:
-    """Cause and fix of an error of torch's compiler; None for other errors."""
+    """Return cause and fix of an error of torch's compiler; None for other errors."""
     if type(error).__name__ not in COMPILER_ERRORS and not find_broken_cache_file(error):
         return None
     cause = next((line for line in str(error).splitlines() if "raised:" not in line), type(error).__name__)
@@ -91,7 +91,7 @@ def explain_compiler_error(error: Exception) -> str | None:
 
 
 def find_broken_cache_file(error: Exception) -> Path | None:
-    """The file of the compiler's cache that could not be loaded; a killed process or a full disk leaves such files."""
+    """Return the file of the compiler's cache that cannot be loaded, as a killed process or full disk leaves it."""
     reason = r"(?:file too short|invalid ELF header|cannot read file data)"
     found = re.search(rf"(/.+/c\w+(?:\.main)?\.so): {reason}", str(error))
     types = (*COMPILER_ERRORS, "ImportError", "OSError")  # a backward pass raises the last two bare

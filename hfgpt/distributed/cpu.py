@@ -24,7 +24,7 @@ THREADS_FLAG = "__num_cpu_threads_per_process"  # of accelerate launch, with und
 
 
 def cpuinfo(key: str) -> str:
-    """The first value of `key` in Linux's list of processors, or an empty string."""
+    """Return the first value of `key` in Linux's list of processors, or an empty string."""
     path = Path("/proc/cpuinfo")
     found = re.search(rf"^{key}[ \t]*:(.*)$", path.read_text() if path.exists() else "", re.MULTILINE)
     return found[1].strip() if found else ""
@@ -35,13 +35,13 @@ def model_name() -> str:
 
 
 def has_bf16() -> bool:
-    """Whether the CPU has bf16 instructions."""
+    """Return whether the CPU has bf16 instructions."""
     flags = (cpuinfo("flags") or cpuinfo("Features")).split()  # of x86, of ARM
     return not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(flags)
 
 
 def available_cores() -> int:
-    """Cores this process may use: its affinity, or the container's CPU quota where that is less."""
+    """Return the cores this process may use: its affinity, or the container's CPU quota where that is less."""
     # macOS has no affinity.
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     limits = zip(_cgroup_values("cpu", "cpu.cfs_quota_us"), _cgroup_values("cpu", "cpu.cfs_period_us"), strict=False)
@@ -52,7 +52,7 @@ def available_cores() -> int:
 
 
 def memory_bytes() -> int:
-    """This process's share of the machine's memory, or of the container's limit where that is less."""
+    """Return this process's share of the machine's memory, or of the container's limit where that is less."""
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limits = (*_cgroup_values("memory", "memory.max"), *_cgroup_values("memory", "memory.limit_in_bytes"))
     # No limit is "max", and a number beyond any machine in version 1.
@@ -60,7 +60,7 @@ def memory_bytes() -> int:
 
 
 def _cgroup_values(controller: str, name: str) -> list[str]:
-    """Contents of the file `name` in this process's control group and those around it, version 1 or 2.
+    """Return the contents of the file `name` in this process's control group and those around it, version 1 or 2.
 
     A container may see its own group at the top of the file system, whatever path /proc gives.
     """
@@ -79,7 +79,7 @@ def _cgroup_values(controller: str, name: str) -> list[str]:
 
 
 def local_processes() -> int:
-    """Processes of this run on this machine, as its launcher has set them."""
+    """Return the processes of this run on this machine, as its launcher has set them."""
     names = ["LOCAL_WORLD_SIZE", "MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE"]
     return max(1, get_int_from_env(names, 1))
 
@@ -100,7 +100,7 @@ def use_all_cores(local_processes: int) -> int:
 
 
 def _user_has_set_threads() -> bool:
-    """Whether the environment's number of threads is the user's: the launcher's own environment has it, too."""
+    """Return whether the environment's number of threads is the user's: the launcher's own environment has it, too."""
     is_set = any(map(os.environ.get, THREAD_VARIABLES))
     if not is_set or os.environ.keys().isdisjoint(SET_BY_LAUNCHERS):
         return is_set
@@ -114,7 +114,7 @@ def _user_has_set_threads() -> bool:
 
 
 def peak_memory_bytes() -> int:
-    """Most memory that was resident so far."""
+    """Return the most memory that was resident so far."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 

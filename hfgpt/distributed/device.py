@@ -28,7 +28,7 @@ class Precision:
 
 
 def default_device() -> torch.device:
-    """The accelerator that torch finds, else the CPU; also the CPU if the accelerate configuration asks for it."""
+    """Return the accelerator that torch finds, else, or if the accelerate configuration asks for it, the CPU."""
     if os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes"):
         return torch.device("cpu")
     return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
@@ -44,14 +44,14 @@ def synchronize(device: torch.device) -> None:
 
 
 def device_name(device: torch.device) -> str:
-    """The exact name of a CUDA device, or the model name of the CPU."""
+    """Return the exact name of a CUDA device, or the model name of the CPU."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return cpu.model_name() if device.type == "cpu" else device.type
 
 
 def native_precision(device: torch.device) -> str:
-    """The smallest precision that the device trains in with its own instructions: bf16, fp16 or no."""
+    """Return the smallest precision that the device trains in with its own instructions: bf16, fp16 or no."""
     if device.type == "cuda":
         with torch.cuda.device(device):
             return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
@@ -59,12 +59,12 @@ def native_precision(device: torch.device) -> str:
 
 
 def memory_bytes(device: torch.device) -> int:
-    """Total memory of a CUDA device; elsewhere this process's share of the machine's, or of the container's limit."""
+    """Return the memory of a CUDA device; elsewhere this process's share of the machine's or the container's limit."""
     return torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else cpu.memory_bytes()
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Most memory held since the last reset: by the allocator on a CUDA device, resident elsewhere."""
+    """Return the most memory held since the last reset: by the allocator on a CUDA device, resident elsewhere."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else cpu.peak_memory_bytes()
 
 
@@ -84,7 +84,7 @@ def release_memory(device: torch.device) -> None:
 
 
 def choose_precision(requested: str, device: torch.device) -> Precision:
-    """What to compute in; weights and optimizer state stay float32 in any case.
+    """Choose what to compute in; weights and optimizer state stay float32 in any case.
 
     `requested` is "auto", "bf16", "fp16" or "no". "auto" follows the accelerate configuration if that names bf16 or
     fp16, else the hardware. Raises UserError for what the device cannot do.
@@ -123,7 +123,7 @@ def seed_random_numbers(seed: int, device: torch.device) -> None:
 
 
 def start_accelerator(mixed_precision: str, timeout_seconds: float) -> tuple[Accelerator, Precision]:
-    """The Accelerator as `accelerate launch` or torchrun configured it, and the precision chosen for it.
+    """Return the Accelerator as `accelerate launch` or torchrun configured it, and the precision chosen for it.
 
     A process that waits for the others for `timeout_seconds` gives up.
     """

@@ -27,7 +27,7 @@ class Peak(NamedTuple):
 
 
 def device_peak(device: torch.device, precision: str) -> Peak:
-    """The device's dense rate in `precision` ("bf16", "fp16", "no"): rated if in the table, else measured, once."""
+    """Return the device's dense rate in `precision` ("bf16", "fp16", "no"): rated, else measured once."""
     if rated := rated_device_peak(device, precision):
         return rated
     conditions = device_name(device), torch.get_num_threads(), torch.get_float32_matmul_precision()
@@ -40,7 +40,7 @@ def _measure_once(device: torch.device, precision: str, *conditions: object) -> 
 
 
 def rated_device_peak(device: torch.device, precision: str) -> Peak | None:
-    """`rated_peak` of this device."""
+    """Return `rated_peak` of this device."""
     multiprocessors = None
     if device.type == "cuda":
         multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
@@ -48,7 +48,7 @@ def rated_device_peak(device: torch.device, precision: str) -> Peak | None:
 
 
 def rated_peak(name: str, precision: str, multiprocessors: int | None = None) -> Peak | None:
-    """Dense rate with float32 accumulation of exactly this device name, or None if the table lacks it.
+    """Return the dense rate with float32 accumulation of exactly this device name, or None if the table lacks it.
 
     fp16 has the rate of bf16 unless stated. Where several chips share a name, `multiprocessors` decides; None takes
     the first.
@@ -68,12 +68,12 @@ def rated_peak(name: str, precision: str, multiprocessors: int | None = None) ->
 
 
 def rated_devices() -> list[str]:
-    """The exact names of the devices whose rate is known, each once."""
+    """Return the exact names of the devices whose rate is known, each once."""
     return list(dict.fromkeys(row["device_name"] for row in _read_table()))
 
 
 def rated_memory_gib(name: str) -> float | None:
-    """GiB of exactly this device name, or None if the table lacks it (as where several cards share the name)."""
+    """Return the GiB of exactly this device name; None if the table lacks it, as where several cards share the name."""
     return next((float(row["memory_gib"]) for row in _rows_of(name) if row["memory_gib"]), None)
 
 
@@ -87,7 +87,7 @@ def _read_table() -> list[dict[str, str]]:
 
 
 def measure_matmul_tflops(device: torch.device, precision: str, seconds: float = 0.5) -> Peak:
-    """The rate of the fastest square matmul, tried for about `seconds`; `tflops` is None if the device has none.
+    """Measure the rate of the fastest square matmul for about `seconds`; `tflops` is None if the device has none.
 
     Uses this process's threads and its TF32 setting, and nothing of torch's global random state.
     """

@@ -42,7 +42,7 @@ _process_group: dist.ProcessGroup | None = None  # of the run of this process th
 
 
 def take_fsdp_request() -> bool:
-    """Whether the launcher's configuration asks for FSDP2; removes the request from the environment.
+    """Return whether the launcher's configuration asks for FSDP2, and remove the request from the environment.
 
     `build_sharded_model` serves it, on cards and CPUs alike; Accelerate would silently give a CPU DDP. Raises UserError
     for what the configuration asks for that is not supported, and warns of settings that are ignored.
@@ -67,7 +67,7 @@ def take_fsdp_request() -> bool:
 
 
 def build_sharded_model(make: Callable[[], PreTrainedModel], device: torch.device, precision: str) -> PreTrainedModel:
-    """The GPT-2-style model that `make` returns, its parameters sharded over all processes.
+    """Build the GPT-2-style model that `make` returns, its parameters sharded over all processes.
 
     Only the main process ever holds it whole, in the machine's memory. The matrices of a block are gathered in bf16
     if that is the precision, as autocast would compute in it anyway; norms, embeddings and head stay float32.
@@ -96,6 +96,6 @@ def build_sharded_model(make: Callable[[], PreTrainedModel], device: torch.devic
 
 
 def full_state_options(world_size: int) -> StateDictOptions:
-    """For a full state dict that only the main process has, loaded on all processes."""
+    """Return options for a full state dict that only the main process has, loaded on all processes."""
     # A tied head has no entry of its own, hence not strict.
     return StateDictOptions(full_state_dict=True, broadcast_from_rank0=world_size > 1, strict=False)

@@ -21,7 +21,7 @@ SET_BY_LAUNCHERS = ("TORCHELASTIC_RUN_ID", "ACCELERATE_DYNAMO_USE_REGIONAL_COMPI
 
 
 def rank_and_world_size() -> tuple[int, int]:
-    """Rank and world size from the environment; 0 and 1 without a launcher. Raises UserError where they disagree."""
+    """Read rank and world size from the environment, by default 0 and 1. Raises UserError where they disagree."""
     values = []
     for key, default in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1)):
         try:
@@ -43,7 +43,7 @@ def rank_and_world_size() -> tuple[int, int]:
 
 
 def is_launcher(command: list[str]) -> bool:
-    """Whether a command line runs accelerate, torchrun or torch.distributed, as a program or a module."""
+    """Return whether a command line runs accelerate, torchrun or torch.distributed, as a program or a module."""
     program, *words = command or [""]
     if "python" not in Path(program).name.lower():
         return Path(program).name in PROGRAMS
@@ -71,7 +71,7 @@ PARENT_IS_LAUNCHER = is_launcher(_command_line(PARENT))
 
 
 def stop_with_launcher() -> None:
-    """On Linux, get a SIGTERM when the launcher dies, as this process would go on alone.
+    """Get a SIGTERM, on Linux, when the launcher dies, as this process would go on alone.
 
     Other parents do not count: the children of a shell may outlive it.
     """
@@ -82,7 +82,7 @@ def stop_with_launcher() -> None:
 
 
 def signal_at_parent_exit(number: signal.Signals) -> None:
-    """On Linux, get this signal when the parent process ends, however it ends."""
+    """Get this signal, on Linux, when the parent process ends, however it ends."""
     if sys.platform == "linux":
         PR_SET_PDEATHSIG = 1
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(number))

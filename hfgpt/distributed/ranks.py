@@ -32,7 +32,7 @@ class Ranks:
     """
 
     def __init__(self, timeout_seconds: float) -> None:
-        """Raises UserError where the environment lacks rank, world size or the main process's address."""
+        """Raise UserError where the environment lacks rank, world size or the main process's address."""
         self.rank, self.world_size = rank_and_world_size()
         self.timeout_seconds = timeout_seconds
         self._started: dict[int, tuple[str, int]] = {}  # host and pid
@@ -65,7 +65,7 @@ class Ranks:
             self._group = dist.group.WORLD if is_gloo else dist.new_group(backend="gloo", timeout=timeout)
 
     def disconnect(self) -> None:
-        """To be called before the process group is freed: gloo's thread needs the interpreter for its last work.
+        """Wait, before the process group is freed, as gloo's thread needs the interpreter for its last work.
 
         Otherwise the group waits for the thread while it holds the interpreter, forever.
         """
@@ -73,7 +73,7 @@ class Ranks:
             time.sleep(0.2)
 
     def gather(self, value: T) -> list[T]:
-        """Each process's value, in rank order, on every process."""
+        """Return each process's value, in rank order, on every process."""
         if self.world_size == 1:
             return [value]
         values: list[Any] = [None] * self.world_size
@@ -81,7 +81,7 @@ class Ranks:
         return values
 
     def from_main(self, make: Callable[[], T]) -> T:
-        """What `make` returns, or raises, on the main process; the other processes do not call it."""
+        """Return what `make` returns, or raises, on the main process; the other processes do not call it."""
         if self.world_size == 1:
             return make()
         error: BaseException | None = None
@@ -100,7 +100,7 @@ class Ranks:
 
     @contextmanager
     def share_failures(self) -> Iterator[None]:
-        """An exception of one process inside ends all: RunError on the others, with its rank and cause.
+        """End all processes on an exception of one inside: RunError on the others, with its rank and cause.
 
         So does a process that dies, or does not answer for `timeout_seconds`. Where a signal interrupts this process,
         Interrupted says what is known of the others: a launcher ends all after one has failed.
@@ -130,14 +130,14 @@ class Ranks:
         return f"process {rank} of {self.world_size}"
 
     def _read(self, key: str) -> str:
-        """The value of `key` in the store; empty where no process has set it."""
+        """Return the value of `key` in the store; empty where no process has set it."""
         return self._store.get(key).decode() if self._store.check([key]) else ""
 
     def _write(self, key: str, value: str) -> None:
         _with_timeout(STORE_SECONDS, lambda: self._store.set(key, value))
 
     def _find_missing(self) -> str:
-        """The processes that have not started, in words; empty if all have."""
+        """Return the processes that have not started, in words; empty if all have."""
         for rank in range(self.world_size):
             if rank not in self._started and (address := self._read(f"process {rank}")):
                 host, pid = address.rsplit(" ", 1)
@@ -146,7 +146,7 @@ class Ranks:
         return f"{self._name(', '.join(missing))} has not started" if missing else ""
 
     def _find_failure(self) -> str:
-        """Which process has failed or ended, and why; empty if none is known to have."""
+        """Return which process has failed or ended, and why; empty if none is known to have."""
         if known := self._read("failure") or self._find_missing():
             return known
         ended = []
@@ -156,7 +156,7 @@ class Ranks:
         return "; ".join(ended)
 
     def _wait_for_cause(self) -> str:
-        """Why the connection to another process was lost, as far as it can be found from here."""
+        """Return why the connection to another process was lost, as far as it can be found from here."""
         with suppress(RuntimeError):  # the store ends with the launcher of the main process
             self._store.set(f"waiting {self.rank}", "")
         until = time.monotonic() + STORE_SECONDS
@@ -180,7 +180,7 @@ def report_failure(error: BaseException) -> None:
 
 
 def _open_store(rank: int, timeout_seconds: float) -> dist.Store:
-    """The launcher's key-value store, or one kept by the main process where the launcher has none."""
+    """Return the launcher's key-value store, or one kept by the main process where the launcher has none."""
     try:
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     except (KeyError, ValueError):
@@ -196,7 +196,7 @@ def _open_store(rank: int, timeout_seconds: float) -> dist.Store:
 
 
 def _with_timeout(seconds: float, call: Callable[[], T]) -> T | None:
-    """What `call` returns; None if it fails, or blocks for longer, as the store does without a network."""
+    """Return what `call` returns; None if it fails, or blocks for longer, as the store does without a network."""
     returned: list[T] = []
 
     def work() -> None:

@@ -24,7 +24,7 @@ class Interrupted(BaseException):
 
 
 def stop_signals() -> list[signal.Signals]:
-    """The signals that ask a process to stop. SIGHUP, for a closed terminal, is one unless it is ignored (nohup)."""
+    """Return the signals that ask a process to stop. SIGHUP, of a closed terminal, is one unless ignored (nohup)."""
     numbers = [signal.SIGTERM, signal.SIGINT]
     if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
         numbers.append(signal.SIGHUP)
@@ -66,12 +66,12 @@ class StopSignals:
         self._stack.close()
 
     def to_error(self) -> RunError | None:
-        """The error that ends the run because of the signal received, if one was."""
+        """Return the error that ends the run because of the signal received, if one was."""
         return RunError(self.received.name, 128 + self.received) if self.received else None
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
-        """Work inside can be abandoned: a signal raises `Interrupted` there."""
+        """Let work inside be abandoned: a signal raises `Interrupted` there."""
         self._is_interruptible = True
         try:
             if self.received:
@@ -97,7 +97,7 @@ class StopSignals:
 
 @contextmanager
 def exit_on_signal() -> Iterator[None]:
-    """A signal inside ends the process with one line and its exit code, unless it has another handler.
+    """End the process on a signal inside, with one line and its exit code, unless the signal has another handler.
 
     For imports, which take seconds, before a recipe begins.
     """

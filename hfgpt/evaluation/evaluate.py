@@ -1,4 +1,4 @@
-"""`hfgpt evaluate`: scores a checkpoint, ours or any causal model's, on a text or a task, on all processes."""
+"""`hfgpt evaluate`: score a checkpoint, ours or any causal model's, on a text or a task, on all processes."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from hfgpt.distributed.ranks import Ranks
 from hfgpt.errors import UserError
 from hfgpt.evaluation.hellaswag import hellaswag
 from hfgpt.evaluation.loading import load_any_checkpoint
-from hfgpt.evaluation.loss import UNSCORED, loss_metrics, sum_nll, windows
+from hfgpt.evaluation.loss import loss_metrics, sum_nll, windows
 from hfgpt.evaluation.text import read_text
 from hfgpt.model.attention_masks import document_attention
-from hfgpt.model.head_loss import HEAD_CHUNK_SIZE
+from hfgpt.model.head_loss import HEAD_CHUNK_SIZE, UNSCORED
 
 LONGEST_DEFAULT = 1024  # tokens of a window where none is stated, for a model of more positions
 TIMEOUT_SECONDS = 1800.0  # for a process that does not answer
@@ -62,7 +62,7 @@ class Subject:
 def evaluate_checkpoint(
     checkpoint: str, measure: Callable[[Subject], dict[str, Any]], mixed_precision: str = "no"
 ) -> dict[str, Any]:
-    """Returns what `measure` finds on all processes that were launched, with checkpoint, time, device and precision."""
+    """Return what `measure` finds on all processes that were launched, with checkpoint, time, device and precision."""
     take_fsdp_request()  # an FSDP configuration is of no use here: each process holds the whole model
     host = Ranks(TIMEOUT_SECONDS)
     with host.share_failures():
@@ -96,7 +96,7 @@ def score_text(
     batch_size: int = 8,
     torch_compile: bool = False,
 ) -> dict[str, Any]:
-    """Returns `loss` (nats per token), `perplexity` and `bits_per_byte` of a text, with counts and settings.
+    """Return `loss` (nats per token), `perplexity` and `bits_per_byte` of a text, with counts and settings.
 
     source: arguments of `open_source`; documents are joined as `read_text` describes, and divided into windows as
     `evaluation.loss.windows` does. `sequence_length`, and whether documents attend to each other, default to those of
@@ -143,18 +143,18 @@ def score_text(
 def score_hellaswag(
     subject: Subject, *, source: str | None = None, limit: int | None = None, batch_size: int = 8
 ) -> dict[str, Any]:
-    """Returns the accuracies of `hfgpt.evaluation.hellaswag.hellaswag`."""
+    """Return the accuracies of `hfgpt.evaluation.hellaswag.hellaswag`."""
     processes: dict[str, Any] = {"accelerator": subject.accelerator, "host": subject.host}
     return hellaswag(subject.model, subject.tokenizer, source, batch_size=batch_size, limit=limit, **processes)
 
 
 def _training_settings(folder: Path) -> dict[str, Any]:
-    """The settings of the run that wrote a checkpoint; empty for a folder without a training state."""
+    """Return the settings of the run that wrote a checkpoint; empty for a folder without a training state."""
     return read_state(folder, "trainer_state")["config"] if (folder / STATE).is_dir() else {}
 
 
 def _check_length(model: Any, trained: dict[str, Any], stated: int | None, stride: int | None) -> int:
-    """The length of a window. Raises UserError where it is above the model's positions, or the stride above it."""
+    """Return the length of a window. Raises UserError if it is above the model's positions, or the stride above it."""
     positions = getattr(model.config, "max_position_embeddings", None)  # None: the model does not say
     length = stated or trained.get("sequence_length") or min(positions or LONGEST_DEFAULT, LONGEST_DEFAULT)
     problems = []

@@ -18,6 +18,7 @@ from hfgpt.data.encoding import Encoder
 from hfgpt.data.tokenizer_model import BYTE_TOKEN
 from hfgpt.distributed.device import step_seed
 from hfgpt.errors import RunError, UserError, one_line
+from hfgpt.evaluation.loss import evaluation_mode
 from hfgpt.model.modeling_gpt2 import CACHE_NAME
 
 logger = logging.getLogger(__name__)
@@ -43,7 +44,7 @@ def generate(
     batch_size: int = 8,
     stream: Stream | None = None,
 ) -> Iterator[str]:
-    """Yields `num_samples` continuations of each prompt, prompt after prompt, without the prompt and the separator.
+    """Yield `num_samples` continuations of each prompt, prompt after prompt, without the prompt and the separator.
 
     A sample ends at the separator (end-of-text) or after `max_new_tokens`. Beyond the model's positions, each token is
     predicted from the last `n_positions` ids. An empty prompt starts from the separator, with a character tokenizer
@@ -144,7 +145,7 @@ class _Sample:
 
 
 def _added(before: str, text: str) -> str:
-    """The part of `text` after its beginning `before`, or after what the two have in common."""
+    """Return the part of `text` after its beginning `before`, or after what the two have in common."""
     if text.startswith(before):
         return text[len(before) :]
     pairs = itertools.zip_longest(before, text)
@@ -190,7 +191,7 @@ def make_pick(
     seed: int | None,
     number: int,
 ) -> Pick:
-    """Returns a function that picks an id below `entries`, none of `unused`, with random numbers of sample `number`."""
+    """Return a function that picks an id below `entries`, none of `unused`, with random numbers of sample `number`."""
 
     def of_tokens(logits_V: Tensor) -> Tensor:
         return logits_V[:entries].index_fill(0, unused.to(logits_V.device), -torch.inf)
@@ -223,39 +224,34 @@ def make_pick(
 def generate_ids(
     model: Any, prompts: list[list[int]], picks: list[Pick], max_new_tokens: int, limit: int, eos: int | None
 ) -> Iterator[tuple[int, int]]:
-    """Yields (row, next id) for rows of ids of any lengths, until each has ended by `eos` or `max_new_tokens`.
+    """Yield (row, next id) for rows of ids of any lengths, until each has ended by `eos` or `max_new_tokens`.
 
     Rows of up to `limit` ids use a KV cache; beyond that, the model gets the last `limit` ids again for each token.
     """
     rows, running = [list(ids) for ids in prompts], list(range(len(prompts)))
     cache, cached = DynamicCache(config=model.config), 0
-    was_training = model.training
-    model.eval()
-    try:
-        # Eager: a compiled model would be compiled again for each length.
-        with torch.compiler.set_stance("force_eager"):
-            for _ in range(max_new_tokens):
-                if (longest := max(map(len, rows))) <= limit:  # with ended rows, as the cache has them
-                    batch, columns, options = rows, slice(cached, None), {CACHE_NAME: cache, "use_cache": True}
-                    place, cached = {row: row for row in running}, longest
-                else:
-                    batch, columns, options = [rows[r][-limit:] for r in running], slice(None), {"use_cache": False}
-                    place = {row: number for number, row in enumerate(running)}
-                ids_BT, padding = _pad(batch, columns, model.device)
-                logits_B1V = model(ids_BT, logits_to_keep=1, **options, **padding).logits
-                tokens = {row: picks[row](logits_B1V[place[row], -1]) for row in running}
-                for row, ids in enumerate(rows):
-                    ids.append(tokens.get(row, ids[-1]))
-                running = [row for row in running if tokens[row] != eos]
-                yield from ((row, tokens[row]) for row in running)
-                if not running:
-                    break
-    finally:
-        model.train(was_training)
+    # Eager: a compiled model would be compiled again for each length.
+    with evaluation_mode(model), torch.compiler.set_stance("force_eager"):
+        for _ in range(max_new_tokens):
+            if (longest := max(map(len, rows))) <= limit:  # with ended rows, as the cache has them
+                batch, columns, options = rows, slice(cached, None), {CACHE_NAME: cache, "use_cache": True}
+                place, cached = {row: row for row in running}, longest
+            else:
+                batch, columns, options = [rows[r][-limit:] for r in running], slice(None), {"use_cache": False}
+                place = {row: number for number, row in enumerate(running)}
+            ids_BT, padding = _pad(batch, columns, model.device)
+            logits_B1V = model(ids_BT, logits_to_keep=1, **options, **padding).logits
+            tokens = {row: picks[row](logits_B1V[place[row], -1]) for row in running}
+            for row, ids in enumerate(rows):
+                ids.append(tokens.get(row, ids[-1]))
+            running = [row for row in running if tokens[row] != eos]
+            yield from ((row, tokens[row]) for row in running)
+            if not running:
+                break
 
 
 def _pad(rows: list[list[int]], columns: slice, device: torch.device) -> tuple[Tensor, dict[str, Tensor]]:
-    """The ids (B, T) of the `columns` that are new to the model, padded at the left, and the arguments that say so."""
+    """Return the ids (B, T) of the `columns` new to the model, padded at the left, and the arguments that say so."""
     longest = max(map(len, rows))
     pads = [longest - len(ids) for ids in rows]
     ids_BT = torch.tensor([[0] * pad + ids for pad, ids in zip(pads, rows, strict=True)], device=device)
@@ -267,7 +263,7 @@ def _pad(rows: list[list[int]], columns: slice, device: torch.device) -> tuple[T
 
 
 def read_prompts(path: Path) -> list[str]:
-    """Reads the prompts of a file: its lines that are not empty, or the field `prompt` of the rows of a .jsonl file.
+    """Read a file of prompts: one in each line that is not empty; of a .jsonl file, the field `prompt` of each row.
 
     Raises UserError that names the line without a prompt.
     """

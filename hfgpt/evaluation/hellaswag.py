@@ -29,7 +29,7 @@ from hfgpt.data.rows import read_rows
 from hfgpt.distributed.ranks import Ranks
 from hfgpt.errors import RunError, UserError
 from hfgpt.evaluation.loading import count_padded_rows
-from hfgpt.evaluation.loss import show_progress
+from hfgpt.evaluation.loss import evaluation_mode, show_progress
 
 HUB_DATASET, SPLIT = "Rowan/hellaswag", "validation"
 ENDINGS = 4
@@ -63,7 +63,7 @@ def hellaswag(
     host: Ranks,
     limit: int | None = None,
 ) -> dict[str, Any]:
-    """Returns the accuracy of a causal language model (ours, or any of transformers), the same on every process.
+    """Return the accuracy of a causal language model (ours, or any of transformers), the same on every process.
 
     source: a local jsonl or parquet file with `ctx`, `endings` and `label`, or a Hub dataset; default: the validation
     split of the authors' dataset. batch_size: texts in one forward pass of a process. limit: only the first examples.
@@ -102,7 +102,7 @@ def hellaswag(
 
 
 def _read(source: str, limit: int | None, tokenizer: Any) -> tuple[list[Example], dict[str, Any]]:
-    """The examples, with `dataset`, `dataset_split`, `dataset_revision` and `not_represented` as far as there are."""
+    """Read the examples; also return what is known of `dataset`, its split and revision, and `not_represented`."""
     facts: dict[str, Any] = {"dataset": source}
     if (found := local_files(source)) is not None:
         files, facts["dataset"] = found[0], Path(source).expanduser().absolute().name
@@ -121,7 +121,7 @@ def _read(source: str, limit: int | None, tokenizer: Any) -> tuple[list[Example]
 
 
 def _check_row(where: str, row: Any) -> tuple[str, list[str], int]:
-    """Context, endings and label of a row. Raises UserError, which begins with `where`, if they are not usable."""
+    """Return context, endings and label of a row. Raises UserError, beginning with `where`, if they are not usable."""
     if not isinstance(row, dict):
         raise UserError(f"{where}: not an object; give one with ctx, endings and label")
     if missing := [name for name in ("ctx", "endings", "label") if name not in row]:
@@ -138,7 +138,7 @@ def _check_row(where: str, row: Any) -> tuple[str, list[str], int]:
 
 
 def _is_text(value: Any) -> bool:
-    """Whether a tokenizer can encode it: more than blanks, and valid Unicode."""
+    """Return whether a tokenizer can encode it: more than blanks, and valid Unicode."""
     try:
         return isinstance(value, str) and bool(value.strip()) and bool(value.encode())
     except UnicodeEncodeError:
@@ -151,7 +151,7 @@ def _shorten(value: Any) -> str:
 
 
 def _encode(encoder: Encoder, where: str, context: str, endings: list[str], label: int, lost: Counter[str]) -> Example:
-    """The token ids of a row; special tokens in its text stay text. Adds what has no token to `lost`.
+    """Return the token ids of a row; special tokens in its text stay text. What has no token is added to `lost`.
 
     Raises UserError for text that the tokenizer cannot encode.
     """
@@ -167,7 +167,7 @@ def _encode(encoder: Encoder, where: str, context: str, endings: list[str], labe
 
 
 def _text(context: list[int], ending: list[int], positions: int | None) -> Text:
-    """The last `positions` tokens; the first of them is never scored, as it has no context."""
+    """Return the last `positions` tokens; the first of them is never scored, as it has no context."""
     whole = [*context, *ending]
     ids = whole[-positions:] if positions else whole
     return Text(ids, min(len(ending), len(ids) - 1), len(ids) < len(whole))
@@ -175,29 +175,24 @@ def _text(context: list[int], ending: list[int], positions: int | None) -> Text:
 
 @torch.no_grad()
 def _score_texts(model: Any, texts: Sequence[Text], batch_size: int, accelerator: Accelerator) -> list[float]:
-    """The nll in nats of each text's scored tokens. The processes share the work."""
+    """Return the nll in nats of each text's scored tokens. The processes share the work."""
     world = accelerator.num_processes
     order = sorted(range(len(texts)), key=lambda number: len(texts[number].ids))  # little padding
     order += [-1] * (-len(order) % world)  # dummies, so that every process makes the same number of forward passes
     own = order[accelerator.process_index :: world]
     batches = [own[start : start + batch_size] for start in range(0, len(own), batch_size)]
     nll: list[tuple[int, float]] = []
-    was_training = model.training
-    model.eval()
-    try:
-        # Eager: a compiled model would be compiled again for each length.
-        with torch.compiler.set_stance("force_eager"):
-            for numbers in show_progress(batches, accelerator.is_main_process):
-                batch = [texts[number] if number >= 0 else Text([0, 0], 1, False) for number in numbers]
-                nll += zip(numbers, _batch_nll(model, batch, accelerator), strict=True)
-    finally:
-        model.train(was_training)
+    # Eager: a compiled model would be compiled again for each length.
+    with evaluation_mode(model), torch.compiler.set_stance("force_eager"):
+        for numbers in show_progress(batches, accelerator.is_main_process):
+            batch = [texts[number] if number >= 0 else Text([0, 0], 1, False) for number in numbers]
+            nll += zip(numbers, _batch_nll(model, batch, accelerator), strict=True)
     by_number = dict(gather_object(nll))
     return [by_number[number] for number in range(len(texts))]
 
 
 def _batch_nll(model: Any, batch: Sequence[Text], accelerator: Accelerator) -> list[float]:
-    """One forward pass, padded at the right, where causal attention does not look.
+    """Make one forward pass, padded at the right, where causal attention does not look.
 
     The float32 copy of the logits (B, T, V) is made for one text's scored positions at a time.
     """
@@ -213,6 +208,6 @@ def _batch_nll(model: Any, batch: Sequence[Text], accelerator: Accelerator) -> l
 
 
 def _accuracy(name: str, hits: np.ndarray) -> dict[str, float | None]:
-    """The share of hits, and its standard error from their sample variance, sqrt(p (1 - p) / (n - 1))."""
+    """Return the share of hits, and its standard error from their sample variance, sqrt(p (1 - p) / (n - 1))."""
     share, count = int(hits.sum()) / len(hits), len(hits)
     return {name: share, f"{name}_stderr": math.sqrt(share * (1 - share) / (count - 1)) if count > 1 else None}

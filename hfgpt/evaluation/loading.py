@@ -1,4 +1,4 @@
-"""Loads a checkpoint with its tokenizer: a GPT-2 folder, or any causal language model of transformers."""
+"""Load a checkpoint with its tokenizer: a GPT-2 folder, or any causal language model of transformers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hfgpt.model.pretrained import load_model, read_config
 
 
 def load_checkpoint(folder: str | Path, device: torch.device | None = None) -> tuple[GPT2LMHeadModel, Any]:
-    """Loads the model (float32, evaluation mode) and tokenizer of a GPT-2 folder, ours or any other.
+    """Load the model (float32, evaluation mode) and tokenizer of a GPT-2 folder, ours or any other.
 
     Raises UserError if the folder is missing, incomplete or unreadable, or if model and tokenizer do not fit.
     """
@@ -36,7 +36,7 @@ def load_checkpoint(folder: str | Path, device: torch.device | None = None) -> t
 
 
 def load_any_checkpoint(checkpoint: str, device: torch.device) -> tuple[Any, Any, Path]:
-    """Loads the model (float32, evaluation mode), tokenizer and folder of a folder, or of a name on the Hub.
+    """Load the model (float32, evaluation mode), tokenizer and folder of a folder, or of a name on the Hub.
 
     Takes any causal language model of transformers that needs no code of its own. Raises UserError for anything else.
     """
@@ -60,7 +60,7 @@ def load_any_checkpoint(checkpoint: str, device: torch.device) -> tuple[Any, Any
 
 
 def count_padded_rows(model: Any, tokenizer: Any, where: str) -> int:
-    """Returns how many rows the model has beyond the tokenizer's entries. Raises UserError if it has fewer."""
+    """Return how many rows the model has beyond the tokenizer's entries. Raises UserError if it has fewer."""
     rows, entries = len(model.get_input_embeddings().weight), model_rows(tokenizer)
     if entries > rows:
         sizes = f"the tokenizer has {entries:,} entries and the model {rows:,} rows"

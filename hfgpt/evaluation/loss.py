@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
@@ -18,16 +19,16 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 
 from hfgpt.distributed.compiler import run_compiled
 from hfgpt.errors import UserError
+from hfgpt.model.head_loss import UNSCORED
 
 T = TypeVar("T")
 
-UNSCORED = -100  # torch's mark of a target that is ignored
 PROGRESS_AFTER_SECONDS = 5.0
 PROGRESS_LINE_SECONDS = 30.0  # between lines, where stderr is a file
 
 
 def windows(lengths: Sequence[int], sequence_length: int, stride: int | None = None) -> np.ndarray:
-    """Divides runs of tokens that follow each other into windows, int64 (windows, 3): begin, first scored, end.
+    """Divide runs of tokens that follow each other into windows, int64 (windows, 3): begin, first scored, end.
 
     A window reads tokens[begin:end], at most `sequence_length` of them and never beyond its run, and scores the token
     after each from `first scored` on. The next window begins `stride` tokens (default: `sequence_length`) later, and
@@ -55,7 +56,7 @@ def windows(lengths: Sequence[int], sequence_length: int, stride: int | None = N
 
 
 def scored_blocks(tokens: np.ndarray, parts: np.ndarray, sequence_length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns inputs and shifted targets, both (windows, sequence_length) int32, of `windows` over `tokens` (N,).
+    """Return inputs and shifted targets, both (windows, sequence_length) int32, of `windows` over `tokens` (N,).
 
     Targets that a window does not score are -100. A row is filled up with token 0.
     """
@@ -79,7 +80,7 @@ def sum_nll(
     attention: Callable[[Tensor], dict[str, Any]] = lambda ids_BT: {},
     stop: Callable[[], bool] = lambda: False,
 ) -> float | None:
-    """Returns the negative log-likelihood in nats that `windows` over `tokens` (N,) score, summed over all processes.
+    """Return the negative log-likelihood in nats that `windows` over `tokens` (N,) score, summed over all processes.
 
     model: takes `input_ids, shift_labels, num_items_in_batch, use_cache` as ours does.
     attention: makes further arguments of the model for token ids (B, T).
@@ -90,13 +91,11 @@ def sum_nll(
     # All batches have one shape, so nothing is compiled twice; the windows of the padding score nothing.
     padding = np.zeros((-len(parts) % (batch_size * world), 3), np.int64)
     own_parts = np.concatenate([parts, padding])[accelerator.process_index :: world]
-    was_training = model.training
-    model.eval()
     one = torch.ones((), device=device)
     # Made at once: small tensors that live on between large freed ones would keep their memory from being reused.
     sums = torch.zeros(len(own_parts) // batch_size, device=device)
     starts = range(0, len(own_parts), batch_size)
-    try:
+    with evaluation_mode(model):
         for number, start in enumerate(show_progress(starts, accelerator.is_main_process)):
             if stop():
                 return None
@@ -106,14 +105,23 @@ def sum_nll(
             forward = partial(model, input_ids=ids_BT, shift_labels=labels_BT, **options)
             with accelerator.autocast():
                 sums[number] = run_compiled(forward).loss
-    finally:
-        model.train(was_training)
     # In float64, on the CPU because not every device has it.
     return sum(gather_object([sums.cpu().double().sum().item()]))
 
 
+@contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Have `model` in evaluation mode inside, and in its present mode again after it."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)
+
+
 def show_progress(work: Iterable[T], is_main: bool) -> Iterable[T]:
-    """Returns `work` with a progress bar on stderr of the main process, shown once it has taken 5 seconds."""
+    """Return `work` with a progress bar on stderr of the main process, shown once it has taken 5 seconds."""
     interval = 0.5 if sys.stderr.isatty() else PROGRESS_LINE_SECONDS
     options: dict[str, Any] = {"delay": PROGRESS_AFTER_SECONDS, "mininterval": interval, "leave": False}
     return tqdm(work, "evaluation", unit="batch", disable=not is_main, **options)
@@ -122,7 +130,7 @@ def show_progress(work: Iterable[T], is_main: bool) -> Iterable[T]:
 def evaluate_tokens(
     model: nn.Module, tokens: np.ndarray, *, sequence_length: int, scored_bytes: int | None = None, **options: Any
 ) -> dict[str, Any] | None:
-    """Evaluates `model` on one run of `tokens` (N,), in windows side by side; further options as of `sum_nll`.
+    """Evaluate `model` on one run of `tokens` (N,), in windows side by side; further options as of `sum_nll`.
 
     Returns `eval_loss` (nats per token), `eval_bits_per_byte` (None if `scored_bytes`, of all tokens but the first, is
     unknown), `eval_tokens` and `eval_seconds`; None if `stop` ended the evaluation.
@@ -142,7 +150,7 @@ def evaluate_tokens(
 
 
 def loss_metrics(nll_sum: float, tokens: int, scored_bytes: int | None = None) -> dict[str, float | None]:
-    """Returns `loss` (nats per token), `perplexity` and `bits_per_byte` of `tokens` targets with `nll_sum` nats.
+    """Return `loss` (nats per token), `perplexity` and `bits_per_byte` of `tokens` targets with `nll_sum` nats.
 
     scored_bytes: UTF-8 bytes of these targets' text; without them (None, 0) `bits_per_byte` is None.
 
@@ -156,7 +164,7 @@ def loss_metrics(nll_sum: float, tokens: int, scored_bytes: int | None = None) -
 
 
 def perplexity(loss: float) -> float:
-    """exp(`loss`), infinite where a float cannot hold it."""
+    """Return exp(`loss`), infinite where a float cannot hold it."""
     try:
         return math.exp(loss)
     except OverflowError:

@@ -22,7 +22,7 @@ TASKS = {
 
 
 def record_evaluation(folder: str | Path, task: str, found: Mapping[str, Any]) -> Path:
-    """Adds a line to evaluations.jsonl in the run folder of a checkpoint, and returns that file.
+    """Add a line to evaluations.jsonl in the run folder of a checkpoint, and return that file.
 
     task: "text" or "hellaswag". found: what its evaluation returned. The record has the hash of the weights, so that it
     is never used for another checkpoint of the same name.
@@ -36,7 +36,7 @@ def record_evaluation(folder: str | Path, task: str, found: Mapping[str, Any]) -
 
 
 def check_recordable(folder: str | Path) -> dict[str, Any]:
-    """Returns the name, step and hash of the weights of a checkpoint, to record with an evaluation.
+    """Return the name, step and hash of the weights of a checkpoint, to record with an evaluation.
 
     Raises UserError for a folder that is no checkpoint of a run, and for weights that have changed.
     """
@@ -49,7 +49,7 @@ def check_recordable(folder: str | Path) -> dict[str, Any]:
 
 
 def read_evaluations(folder: str | Path) -> list[dict[str, Any]]:
-    """Returns the records of a checkpoint's weights, oldest first; of each task and dataset only the newest."""
+    """Return the records of a checkpoint's weights, oldest first; of each task and dataset only the newest."""
     folder = Path(folder).resolve()
     if (identity := _identify(folder)) is None:
         return []
@@ -64,7 +64,7 @@ def read_evaluations(folder: str | Path) -> list[dict[str, Any]]:
 
 
 def _identify(folder: Path) -> dict[str, Any] | None:
-    """The name, step and hash of the weights of a checkpoint that is in the folder of its run; None for any other."""
+    """Return name, step and hash of the weights of a checkpoint in the folder of its run; None for any other."""
     try:
         weights = str(json.loads(read_text_file(folder / MANIFEST))["files"][WEIGHTS]["xxh3_128"])
     except (OSError, ValueError, KeyError, TypeError):

@@ -30,7 +30,7 @@ class Text:
 def read_text(
     tokenizer: Any, source: dict[str, Any], eval_tokens: int | None, by_document: bool | None, as_trained: bool = False
 ) -> Text:
-    """Reads the documents of `open_source(**source)`, with the start token before each, up to `eval_tokens` to score.
+    """Read the documents of `open_source(**source)`, with the start token before each, up to `eval_tokens` to score.
 
     The start token is the tokenizer's bos, else its eos. Where the two are one, as in GPT-2, documents follow each
     other as in training, and a start token is scored where another document precedes it. Otherwise, or with
@@ -74,7 +74,7 @@ def read_text(
 def _encode(
     encoder: Encoder, texts: Iterable[str], is_apart: bool, eval_tokens: int | None
 ) -> tuple[list[Document], int, Counter[str]]:
-    """Documents with `eval_tokens` to score, how many were read for them, and what the tokenizer does not represent."""
+    """Encode documents with `eval_tokens` to score; also return how many were read, and what is not represented."""
     documents: list[Document] = []
     targets, count, lost = 0, 0, Counter[str]()
     for text in texts:

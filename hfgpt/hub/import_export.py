@@ -16,7 +16,7 @@ from hfgpt.hub.model_card import export_card, plain_card
 from hfgpt.model.configuration_gpt2 import fields_of
 from hfgpt.model.flops import parameter_counts
 from hfgpt.model.modeling_gpt2 import GPT2LMHeadModel, new_model
-from hfgpt.model.nanogpt_checkpoint import read_nanogpt
+from hfgpt.model.nanogpt_checkpoint import describe_nanogpt
 from hfgpt.model.pretrained import fit_vocabulary, load_model
 
 
@@ -30,8 +30,8 @@ def import_nanogpt(checkpoint: Path, folder: Path, tokenizer_name: str | None, t
     if not checkpoint.is_file():
         raise UserError(f"{where}: no such file; give nanoGPT's ckpt.pt")
     refuse_existing(folder)
-    origin = read_nanogpt(checkpoint, where).origin
-    report, model = [f"imported {origin}"], load_model(checkpoint, where)
+    model, origin = load_model(checkpoint, where), describe_nanogpt(checkpoint, where)
+    report = [f"imported {origin}"]
     if tokenizer_name is None:
         rows, tokenizer = model.config.vocab_size, None
         report.append(f"no --tokenizer was given: the folder holds only the model, with all its {rows:,} rows")
@@ -82,14 +82,16 @@ def export(checkpoint: Path, folder: Path, dtype: str = "float32", untie_head: b
 
 
 def _load_tokenizer(name: str, text: Path | None, n_positions: int) -> PreTrainedTokenizerFast:
-    """The tokenizer of an imported model, which must give the checkpoint's ids."""
-    fix = "--tokenizer char --text FILE, the text that it was made from"
+    """Return the tokenizer of an imported model, which must give the checkpoint's ids."""
+    fix = "--tokenizer char --text FILE, the text that the model was trained on"
     if name.endswith(".pkl"):
         raise UserError(f"tokenizer={name}: a pickle can run code, and is not read; give {fix}")
     if name.startswith("bpe-"):
         raise UserError(f"tokenizer={name}: training it again would change its ids; name a folder")
-    if (name == "char") != (text is not None):
-        raise UserError(f"tokenizer={name}: text={text}; for a model of characters give {fix}")
+    if name == "char" and text is None:
+        raise UserError(f"tokenizer=char: its characters come from a text; give {fix}")
+    if name != "char" and text is not None:
+        raise UserError(f"text={text}: tokenizer={name} is not made from it; leave it out, or give {fix}")
     try:
         characters = read_text_file(text) if text else ""
     except (OSError, UnicodeDecodeError) as error:

@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 
 
 def main(folder: str, blocks: str | None = None) -> dict[str, Any]:
-    """Facts, `problems` that stop others from using the folder, and the Python `warnings` while it was loaded."""
+    """Return facts, `problems` that stop others from using the folder, and Python `warnings` while it was loaded."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
@@ -75,7 +75,7 @@ def stored_dtypes(file_name: str) -> str:
 
 @torch.no_grad()
 def mean_loss(model: Any, blocks: str) -> float:
-    """Mean negative log-likelihood in nats over all targets that are not -100."""
+    """Return the mean negative log-likelihood in nats over all targets that are not -100."""
     total = 0.0
     with np.load(blocks) as arrays:
         inputs_NT, targets_NT = (torch.from_numpy(arrays[name]).long() for name in ("inputs", "targets"))

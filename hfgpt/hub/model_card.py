@@ -41,7 +41,7 @@ def model_card(
     later: Sequence[dict[str, Any]] = (),
     tokenizer: Any = None,
 ) -> str:
-    """README.md of a checkpoint; what is not known is left out.
+    """Return README.md of a checkpoint; what is not known is left out.
 
     run: content of run.json, or empty. fingerprint: of the text, from the data state. trainer: the trainer state.
     records: `public_records` of the run; with them the card shows the speed, and the loss curve in PLOT. name: of the
@@ -90,7 +90,7 @@ def model_card(
 
 
 def plain_card(name: str, parameters: int, origin: str, tokenizer: Any = None) -> str:
-    """README.md of a model that is not from a run: how to load it, and its `origin`, such as "exported from X."."""
+    """Return README.md of a model that is not from a run, with its `origin`, such as "exported from X."."""
     data = ModelCardData(library_name="transformers", pipeline_tag="text-generation", tags=["gpt2"])
     summary = f"A GPT-2-style language model of {parameters / 1e6:,.1f} M parameters, {origin}"
     return _render(data, name, tokenizer, summary=summary)
@@ -107,7 +107,7 @@ def _render(data: ModelCardData, name: str, tokenizer: Any, **facts: Any) -> str
 
 
 def address_card(card: str, repo_id: str, revision: str | None) -> str:
-    """One of our cards for a repository: with its name, and code that loads the model from there."""
+    """Return one of our cards for a repository: with its name, and code that loads the model from there."""
     if 'from_pretrained(".")' not in card:
         return card
     where = f'"{repo_id}"' + (f', revision="{revision}"' if revision else "")
@@ -118,7 +118,7 @@ def address_card(card: str, repo_id: str, revision: str | None) -> str:
 
 
 def export_card(card: str, dtype: str, parameters: int) -> str:
-    """The card of a checkpoint for an export of it. The results were measured in float32."""
+    """Return the card of a checkpoint for an export of it. The results were measured in float32."""
     parts = ModelCard(card)
     data: Any = parts.data
     note = f"This is an export of the checkpoint: {parameters:,} parameters in {dtype}."
@@ -129,7 +129,7 @@ def export_card(card: str, dtype: str, parameters: int) -> str:
 
 
 def loss_curves(records: Iterable[dict[str, Any]]) -> dict[str, tuple[list[int], list[float]]]:
-    """Tokens and losses of the `training` and `held-out` curves; a curve without a point is left out."""
+    """Return the tokens and losses of the `training` and `held-out` curves; a curve without a point is left out."""
     records = list(records)
     curves = {}
     for label, key in (("training", "loss"), ("held-out", "eval_loss")):
@@ -140,7 +140,7 @@ def loss_curves(records: Iterable[dict[str, Any]]) -> dict[str, tuple[list[int],
 
 
 def plot_losses(records: Iterable[dict[str, Any]]) -> bytes:
-    """The loss curves as a PNG; the same bytes for the same records."""
+    """Return the loss curves as a PNG; the same bytes for the same records."""
     from matplotlib.figure import Figure  # takes a second; used like this it needs no display
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")
@@ -157,7 +157,7 @@ def plot_losses(records: Iterable[dict[str, Any]]) -> bytes:
 
 
 def public_records(records: Iterable[dict[str, Any]], step: int) -> list[dict[str, Any]]:
-    """The training and evaluation records up to a step, with the fields that may be published."""
+    """Return the training and evaluation records up to a step, with the fields that may be published."""
     kept = [r for r in records if r.get("loss") is not None or r.get("eval_loss") is not None]
     return [{key: record[key] for key in PUBLIC if key in record} for record in kept if record["step"] <= step]
 
@@ -167,7 +167,7 @@ def split_languages(names: str | None) -> list[str] | None:
 
 
 def _describe_text(config: dict[str, Any], fingerprint: dict[str, Any]) -> str:
-    """The training text, without local paths."""
+    """Return the training text, without local paths."""
     commit = fingerprint.get("dataset.commit")
     if commit or config["dataset"] == "embedded":
         return _describe_source({**config, "dataset_revision": commit})
@@ -176,7 +176,7 @@ def _describe_text(config: dict[str, Any], fingerprint: dict[str, Any]) -> str:
 
 
 def _describe_source(record: dict[str, Any]) -> str:
-    """The data of an evaluation record, without local paths."""
+    """Return the data of an evaluation record, without local paths."""
     if record.get("dataset_revision"):
         words = {"dataset_name": "configuration", "dataset_split": "split", "dataset_revision": "commit"}
         parts = [f"{word} {record[key]}" for key, word in words.items() if record.get(key)]
@@ -185,7 +185,7 @@ def _describe_source(record: dict[str, Any]) -> str:
 
 
 def _eval_results(record: dict[str, Any], metrics: dict[str, tuple[str, str]]) -> list[EvalResult]:
-    """Hub metadata of an evaluation record, for each of `metrics` that it has."""
+    """Return the Hub's metadata of an evaluation record, for each of `metrics` that it has."""
     is_text, on_hub, name = record["task"] == "text", record.get("dataset_revision"), _describe_source(record)
     dataset = {
         "dataset_type": record["dataset"] if on_hub else record["task"],
@@ -205,7 +205,7 @@ def _eval_results(record: dict[str, Any], metrics: dict[str, tuple[str, str]]) -
 
 
 def _result_row(record: dict[str, Any]) -> tuple[str, str]:
-    """The row of an evaluation record in the table of results."""
+    """Return the row of an evaluation record in the table of results."""
     if record["task"] == "text":
         formats = {"loss": "loss {:.4f} nats per token", "perplexity": "perplexity {:.2f}"}
         formats["bits_per_byte"] = "{:.4f} bits per byte"
@@ -221,7 +221,7 @@ def _result_row(record: dict[str, Any]) -> tuple[str, str]:
 def _training_rows(
     config: dict[str, Any], fingerprint: dict[str, Any], trainer: dict[str, Any], run: dict[str, Any]
 ) -> list[tuple[str, str]]:
-    """Rows of the training table: held-out text, initial weights, sizes, hardware, versions."""
+    """Return the rows of the training table: held-out text, initial weights, sizes, hardware, versions."""
     held_out = str(fingerprint["held_out"]).removeprefix("held out: ")
     if config["eval_dataset"] is not None:
         held_out = f"eval_dataset {Path(config['eval_dataset']).name}"
@@ -248,7 +248,7 @@ def _training_rows(
 
 
 def _speed_rows(records: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
-    """Medians of throughput and MFU over the records that share the last one's peak."""
+    """Return the medians of throughput and MFU over the records that share the last one's peak."""
     timed = [record for record in records if record.get("tokens_per_second")]
     if not timed:
         return []

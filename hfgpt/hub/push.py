@@ -21,7 +21,7 @@ from hfgpt.checkpointing.run_folder import RunFolder
 from hfgpt.checkpointing.training_state import STATE, read_state
 from hfgpt.config import PretrainConfig
 from hfgpt.data.remote import quiet_hub
-from hfgpt.errors import RunError, UserError
+from hfgpt.errors import RunError, UserError, message, one_line
 from hfgpt.evaluation.results import read_evaluations
 from hfgpt.hub.model_card import (
     PLOT,
@@ -33,14 +33,14 @@ from hfgpt.hub.model_card import (
     split_languages,
 )
 from hfgpt.hub.verify import verify
-from hfgpt.retry import first_line, is_temporary, retry
+from hfgpt.retry import is_temporary, retry
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 # The only files that are ever uploaded from a folder; the card, the loss curve and the records are made for the upload.
-MODEL_FILES = (
+UPLOADED = (
     *("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"),
     *("special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt"),
 )
@@ -94,12 +94,12 @@ def push(
 
 
 def check_access(repo_id: str) -> str:
-    """The token to push with. Raises UserError for a name that no repository can have, or if there is no token."""
+    """Return the token to push with. Raises UserError for an impossible name of a repository, or without a token."""
     try:
         validate_repo_id(repo_id)
     except HFValidationError as error:
         raise UserError(
-            f"repository {repo_id!r}: {first_line(error)}; name it user/name (in a recipe by hub_model_id)"
+            f"repository {repo_id!r}: {message(error)}; name it user/name (in a recipe by hub_model_id)"
         ) from None
     if constants.HF_HUB_OFFLINE:
         raise UserError(f"repository {repo_id}: HF_HUB_OFFLINE is set, so nothing can be pushed; unset it")
@@ -147,7 +147,7 @@ def _upload(
     license: str | None,
     language: str | None,
 ) -> str:
-    """All requests of a push. Each finds what was done before, so the whole can be tried again."""
+    """Make all requests of a push. Each finds what was done before, so the whole can be tried again."""
     name = repo_id if "/" in repo_id else f"{api.whoami()['name']}/{repo_id}"
     _check_card(license, language)
     files = _files(folder, name, revision, license, language)
@@ -173,15 +173,15 @@ def _upload(
 def _files(
     folder: Path, repo_id: str, revision: str | None, license: str | None, language: str | None
 ) -> dict[str, Path | bytes]:
-    """What is uploaded, by its name in the repository.
+    """Return what is uploaded, by its name in the repository.
 
     If the folder has a manifest, only files in it: one that was added later is not the checkpoint's. A folder without
     training state keeps its own card.
     """
     manifest = folder / MANIFEST
-    own = json.loads(manifest.read_text(encoding="utf-8"))["files"] if manifest.is_file() else MODEL_FILES
+    own = json.loads(manifest.read_text(encoding="utf-8"))["files"] if manifest.is_file() else UPLOADED
     files: dict[str, Path | bytes] = {
-        name: folder / name for name in MODEL_FILES if name in own and (folder / name).is_file()
+        name: folder / name for name in UPLOADED if name in own and (folder / name).is_file()
     }
     card = (folder / CARD).read_text(encoding="utf-8") if (folder / CARD).is_file() else ""
     if (folder / STATE).is_dir():
@@ -211,7 +211,7 @@ def _check_card(license: str | None, language: str | None) -> None:
     try:
         ModelCard(f"---\n{data}\n---\n").validate()
     except ValueError as error:
-        raise UserError(f"license={license}, language={language}: {' '.join(str(error).split())}") from None
+        raise UserError(f"license={license}, language={language}: {one_line(error)}") from None
 
 
 def _retry(call: Callable[[], T], upload_bytes: int = 0, tries: int = TRIES) -> T:
@@ -221,12 +221,12 @@ def _retry(call: Callable[[], T], upload_bytes: int = 0, tries: int = TRIES) -> 
     """
 
     def on_retry(error: Exception, tries: int, waited_seconds: float, pause_seconds: float) -> None:
-        logger.warning("the Hub: %s; trying again in %.0f s", _without_signatures(first_line(error)), pause_seconds)
+        logger.warning("the Hub: %s; trying again in %.0f s", _without_signatures(message(error)), pause_seconds)
 
     try_seconds = TRY_SECONDS + upload_bytes / SLOWEST_BYTES_PER_SECOND
     try:
         return retry(
-            *(call, "the Hub failed", tries * (try_seconds + LONGEST_PAUSE_SECONDS), on_retry, is_temporary),
+            *(call, "the Hub failed", tries * (try_seconds + LONGEST_PAUSE_SECONDS), on_retry),
             max_tries=tries,
             try_seconds=try_seconds,
             longest_pause_seconds=LONGEST_PAUSE_SECONDS,
@@ -238,15 +238,15 @@ def _retry(call: Callable[[], T], upload_bytes: int = 0, tries: int = TRIES) -> 
 
 
 def _cause(error: Exception, repo_id: str, token: str) -> str:
-    """One line, without the token."""
+    """Return the cause in one line, without the token."""
     response = getattr(error, "response", None)
     if response is None:
         chain = [error] if isinstance(error, ValueError) else filter(None, (error, error.__cause__))
-        cause = ": ".join(f"{type(part).__name__}: {' '.join(str(part).split()) or 'no message'}" for part in chain)
+        cause = ": ".join(f"{type(part).__name__}: {one_line(part) or 'no message'}" for part in chain)
     else:
         cause = f"{response.status_code} {response.reason_phrase} from {str(response.url).split('?')[0]}"
-        if message := getattr(error, "server_message", None):
-            cause += f": {' '.join(message.split())}"
+        if answer := getattr(error, "server_message", None):
+            cause += f": {' '.join(answer.split())}"
         if isinstance(error, RevisionNotFoundError):
             cause += "; the Hub has no such branch, and would not create it"
         elif response.status_code in (401, 403, 404):
@@ -255,5 +255,5 @@ def _cause(error: Exception, repo_id: str, token: str) -> str:
 
 
 def _without_signatures(text: str) -> str:
-    """The queries of storage addresses let anybody who has them write there."""
+    """Leave out the queries of storage addresses, which let anybody who has them write there."""
     return re.sub(r"(https?://[^\s'\"?]+)\?[^\s'\"]*", r"\1", text)

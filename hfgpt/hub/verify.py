@@ -26,13 +26,14 @@ from hfgpt.model.configuration_gpt2 import model_rows
 
 logger = logging.getLogger(__name__)
 
+REQUIRED = ("model.safetensors", "generation_config.json")
 SCRIPT = Path(__file__).with_name("load_with_transformers.py")
 # How far the loss may be from the recorded one: training may have evaluated in 16 bits, this is in float32.
 TOLERANCE_16_BITS, TOLERANCE_FLOAT32 = 0.02, 1e-3
 
 
 def verify(folder: str | Path) -> dict[str, Any]:
-    """Facts about a checkpoint folder, and `problems`: a line for each thing that stops or surprises other tools.
+    """Return facts about a checkpoint folder, and `problems`: what stops or surprises other tools, a line for each.
 
     `loss` is the evaluation loss as stock transformers gives it in float32, on the held-out tokens of the run;
     `loss_not_checked` says why it is missing. Python warnings of transformers are logged, and are no problems.
@@ -43,7 +44,7 @@ def verify(folder: str | Path) -> dict[str, Any]:
         raise UserError(f"checkpoint {folder}: no config.json; give a checkpoint folder")
     facts: dict[str, Any] = {"checkpoint": str(folder)}
     problems = _file_problems(folder)
-    if any(not (folder / name).is_file() for name in ("model.safetensors", "generation_config.json")):
+    if not all((folder / name).is_file() for name in REQUIRED):
         return {**facts, "problems": problems}
     recorded, tolerance, blocks = None, TOLERANCE_FLOAT32, None
     try:
@@ -67,12 +68,11 @@ def verify(folder: str | Path) -> dict[str, Any]:
 
 
 def _file_problems(folder: Path) -> list[str]:
-    """What is wrong with the files of a folder, before any of them is loaded."""
+    """Return what is wrong with the files of a folder, before any of them is loaded."""
     problems = []
     if (folder / MANIFEST).exists() and (damage := find_damage(folder, MODEL_FILES)):
         problems.append(damage)
-    required = ("model.safetensors", "generation_config.json")
-    problems += [f"{name} is missing" for name in required if not (folder / name).is_file()]
+    problems += [f"{name} is missing" for name in REQUIRED if not (folder / name).is_file()]
     for path in sorted(folder.glob("*.json")):
         with contextlib.suppress(OSError, ValueError, RecursionError, TypeError, AttributeError):
             content = json.loads(read_text_file(path))
@@ -100,7 +100,7 @@ def _load_in_clean_process(
 
 
 def _evaluation(folder: Path) -> tuple[float, float, tuple[np.ndarray, np.ndarray]]:
-    """The recorded loss of a checkpoint, the tolerance, and inputs and targets. Raises UserError if there is none."""
+    """Return a checkpoint's recorded loss, the tolerance, and inputs and targets. Raises UserError if there is none."""
     if not (folder / STATE).is_dir():
         raise UserError("the folder has no training_state, so its evaluation is unknown")
     trainer, data = read_state(folder, "trainer_state"), read_state(folder, "data_state")
@@ -121,7 +121,7 @@ def _evaluation(folder: Path) -> tuple[float, float, tuple[np.ndarray, np.ndarra
 
 
 def _find_surprises(found: dict[str, Any]) -> list[str]:
-    """What other tools would not expect. Removes `has_special_tokens` from `found`."""
+    """Return what other tools would not expect. Removes `has_special_tokens` from `found`."""
     expected: dict[str, Any] = {"class": "GPT2LMHeadModel", "architectures": ["GPT2LMHeadModel"]}
     expected |= {"model_type": "gpt2", "remote_code": False, "finite": True}
     problems = [f"{key} is {found[key]}, not {value}" for key, value in expected.items() if found[key] != value]

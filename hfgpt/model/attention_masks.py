@@ -13,7 +13,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 
 def document_attention(ids_BT: Tensor, separator_id: int, flex: bool = False) -> dict[str, Any]:
-    """Returns the `attention_mask` and `position_ids` with which tokens attend only within their own document.
+    """Return the `attention_mask` and `position_ids` with which tokens attend only within their own document.
 
     A document begins at its separator; tokens before the first separator of a row are a document too. The mask is
     boolean (B, 1, T, T), or with `flex` a BlockMask for flex attention: faster in a compiled model on a GPU, but
@@ -35,7 +35,7 @@ def document_attention(ids_BT: Tensor, separator_id: int, flex: bool = False) ->
 
 
 def attention_mask_BHTS(attention_mask: Any, past: int, T: int, device: torch.device) -> Any:
-    """Returns a boolean mask (True: may attend) that broadcasts to (B, H, T, S), or None for plain causal attention.
+    """Return a boolean mask (True: may attend) that broadcasts to (B, H, T, S), or None for plain causal attention.
 
     `attention_mask`: (B, S) with 0 on padding, or a finished 4-D mask or BlockMask. `past`: tokens in the cache.
     """

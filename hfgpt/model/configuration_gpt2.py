@@ -43,7 +43,7 @@ _TYPES = {
 
 
 def model_fields(model: str | dict[str, Any], defaults: dict[str, Any] = _NO_DROPOUT) -> dict[str, Any]:
-    """Returns the GPT2Config fields of `model`: a name of MODEL_SIZES, or fields, which may begin with {"size": name}.
+    """Return the GPT2Config fields of `model`: a name of MODEL_SIZES, or fields, which may begin with {"size": name}.
 
     defaults: fields that `model` does not state. Raises UserError for an unknown name or field, and for sizes that
     cannot work.
@@ -71,7 +71,7 @@ def model_fields(model: str | dict[str, Any], defaults: dict[str, Any] = _NO_DRO
 
 
 def _checked_field(key: str, value: Any) -> Any:
-    """Returns the value in the type of its field. Raises UserError where it cannot be used."""
+    """Return the value in the type of its field. Raises UserError where it cannot be used."""
     where = f"model.{shown(key)}={shown(value)}"
     if key not in _TYPES:
         near = _near(key, _TYPES)
@@ -87,7 +87,7 @@ def _checked_field(key: str, value: Any) -> Any:
     if key in _DROPOUTS and not 0 <= value < 1:
         raise UserError(f"{where}: must be at least 0 and below 1")
     if key == "activation_function" and value not in ACT2FN:
-        raise UserError(f"{where}: not a function of transformers; {_near(value, ACT2FN)}GPT-2's is gelu_new")
+        raise UserError(f"{where}: transformers has no such function; {_near(value, ACT2FN)}GPT-2's is gelu_new")
     return value
 
 
@@ -104,7 +104,7 @@ def model_config(
     bos_token_id: int | None = None,
     pad_token_id: int | None = None,
 ) -> GPT2Config:
-    """Returns the GPT2Config of `model` (see `model_fields`) for a tokenizer of `vocab_size` rows and these ids.
+    """Return the GPT2Config of `model` (see `model_fields`) for a tokenizer of `vocab_size` rows and these ids.
 
     Raises UserError where `model` states another vocab_size than the tokenizer's.
     """
@@ -120,15 +120,15 @@ def model_config(
 
 
 def fields_of(config: GPT2Config) -> dict[str, Any]:
-    """Returns the fields from which `model_config` makes `config` again. Raises UserError for values that cannot work.
+    """Return the fields from which `model_config` makes `config` again. Raises UserError for values that cannot work.
 
-    Without vocab_size: a new model has the rows of its tokenizer.
+    vocab_size is not among them, as a new model gets one row for each id of its tokenizer.
     """
     return model_fields({key: getattr(config, key) for key in _TYPES if key != "vocab_size"})
 
 
 def model_rows(tokenizer: Any) -> int:
-    """Returns the number of rows that a model needs for a tokenizer: its highest id, plus one.
+    """Return the number of rows that a model needs for a tokenizer: its highest id, plus one.
 
     `len(tokenizer)` is lower where ids are left out.
     """
@@ -136,7 +136,7 @@ def model_rows(tokenizer: Any) -> int:
 
 
 def special_ids(tokenizer: Any) -> dict[str, int | None]:
-    """Returns the ids of a tokenizer's bos, eos, pad and unk tokens, as a checkpoint states them.
+    """Return the ids of a tokenizer's bos, eos, pad and unk tokens, as a checkpoint states them.
 
     Batches need a pad token, and CTranslate2 needs bos and unk: one that the tokenizer lacks is replaced by another of
     them, as in GPT-2, where end-of-text serves for all. Nothing replaces eos, which ends texts. All are None for

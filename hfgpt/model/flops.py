@@ -16,7 +16,7 @@ class ParameterCounts(NamedTuple):
 
 
 def parameter_counts(config: GPT2Config) -> ParameterCounts:
-    """Counts the parameters of GPT2LMHeadModel: V*C + T*C + L*(12*C^2 + 13*C) + 2*C for an MLP of width 4*C.
+    """Count the parameters of GPT2LMHeadModel: V*C + T*C + L*(12*C^2 + 13*C) + 2*C for an MLP of width 4*C.
 
     A tied head counts once, as it is the same matrix as the embedding.
     """
@@ -29,7 +29,7 @@ def parameter_counts(config: GPT2Config) -> ParameterCounts:
 
 
 def training_flops_per_token(config: GPT2Config, sequence_length: int) -> int:
-    """FLOPs to train on one token, forward and backward: 6 N + 12 L H Q T (PaLM, appendix B; nanoGPT).
+    """Return the FLOPs to train on one token, forward and backward: 6 N + 12 L H Q T (PaLM, appendix B; nanoGPT).
 
     N leaves out the position table and counts the V x C matrix once: the head multiplies by it, the embedding only
     looks rows up, so tied and untied models cost the same. The second term is attention over all T positions, causal or
@@ -43,10 +43,10 @@ def training_flops_per_token(config: GPT2Config, sequence_length: int) -> int:
 
 
 def recomputed_flops_per_token(config: GPT2Config, sequence_length: int) -> int:
-    """FLOPs per token that gradient checkpointing adds: the forward pass of the blocks, without the head."""
+    """Return the FLOPs per token that gradient checkpointing adds: the forward pass of the blocks, without the head."""
     return training_flops_per_token(config, sequence_length) // 3 - 2 * config.vocab_size * config.n_embd
 
 
 def mfu(tokens_per_second: float, flops_per_token: float, peak_tflops: float, devices: int) -> float:
-    """Model FLOPs utilisation, a fraction. `tokens_per_second` is over all devices, `peak_tflops` of one."""
+    """Return the model FLOPs utilisation, a fraction. `tokens_per_second` is over all devices, `peak_tflops` of one."""
     return tokens_per_second * flops_per_token / (devices * peak_tflops * 1e12)

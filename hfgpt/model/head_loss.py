@@ -13,12 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+UNSCORED = -100  # torch's mark of a target that is ignored
 HEAD_CHUNK_SIZE = 1024  # tokens whose logits exist at a time in training; a compiled model needs no chunks
 SOFTMAX_ROWS = 128  # tokens whose softmax exists at a time in evaluation; likewise
 
 
 def head_loss(x_NC: Tensor, weight_VC: Tensor, target_N: Tensor, chunk_size: int | None = None) -> Tensor:
-    """Returns the summed negative log-likelihood in nats of the targets, a float32 scalar. Targets of -100 are ignored.
+    """Return the summed negative log-likelihood in nats of the targets, a float32 scalar. Targets of -100 are ignored.
 
     With `chunk_size`, the logits of at most so many tokens exist at a time.
     """
@@ -52,5 +53,5 @@ def _unchunked_loss(x_NC: Tensor, weight_VC: Tensor, target_N: Tensor) -> Tensor
 
 
 def _pads(weight_VC: Tensor) -> bool:
-    """Whether to round the vocabulary up to a multiple of 64, which tensor cores need for their full speed."""
+    """Return whether to round the vocabulary up to a multiple of 64, which tensor cores need for their full speed."""
     return weight_VC.is_cuda and weight_VC.shape[0] % 64 != 0

@@ -67,7 +67,7 @@ class Memory:
 
 
 def training_memory(config: GPT2Config, setting: Setting) -> Memory:
-    """Returns the peak of a step, from the second step on, when the optimizer's state exists."""
+    """Return the peak of a step, from the second step on, when the optimizer's state exists."""
     step = StepBytes(config, setting)
     moments = (step.at_loss(), step.at_last_block(), step.at_embedding())
     return max(moments, key=lambda moment: moment.peak)
@@ -99,12 +99,12 @@ class StepBytes:
             self.fused_gradients = 4 * self.C * (config.vocab_size + self.N)
 
     def at_loss(self) -> Memory:
-        """While the loss is differentiated: all blocks have kept their activations."""
+        """Count while the loss is differentiated: all blocks have kept their activations."""
         gradients = 4 * self.parameters if self.is_accumulated else 0  # of earlier micro-batches
         return self._memory(gradients, self.activations(), self._head_peak())
 
     def at_last_block(self) -> Memory:
-        """While the MLP of the last block is differentiated: nothing but the head has been freed yet."""
+        """Count while the MLP of the last block is differentiated: nothing but the head has been freed yet."""
         activations = self.activations()
         if self.setting.checkpointing:
             activations += self.N * (self._block() - 4 * self.C)  # recomputed; its input is among those kept
@@ -115,7 +115,7 @@ class StepBytes:
         return self._memory(gradients, activations, self.embedding + self.fused_gradients, temporary)
 
     def at_embedding(self) -> Memory:
-        """At the end of the backward pass: all gradients exist, and the embedding's is added to the head's."""
+        """Count as the backward pass ends: all gradients exist, and the embedding's is added to the head's gradient."""
         # A compiled backward pass returns all gradients at once; FSDP2 splits it by block.
         at_once = self.setting.compiled and not self.setting.sharded and self.is_accumulated
         new = 4 * self.parameters if at_once else self.embedding
@@ -125,11 +125,11 @@ class StepBytes:
         return self._memory(4 * self.parameters, 4 * self.N * self.C, head, new)
 
     def saved(self) -> int:
-        """Activations and logits that the forward pass keeps for the backward pass, without copies of weights."""
+        """Count activations and logits that the forward pass keeps for the backward pass, without copies of weights."""
         return self.activations() + self._saved_logits()
 
     def weight_copies(self, only_saved: bool = False) -> int:
-        """16-bit copies of matrices and their biases, which autocast makes once and keeps until the backward pass ends.
+        """Count 16-bit copies of matrices and biases, which autocast makes once and keeps until the backward pass ends.
 
         only_saved: those that autograd keeps too, which are the matrices outside recomputed blocks.
         """
@@ -142,7 +142,7 @@ class StepBytes:
         return head + 2 * (self.block_matrices + biases)
 
     def activations(self) -> int:
-        """Kept for the backward pass outside the head: token and position ids, blocks, final norm with its output."""
+        """Count what is kept outside the head: token and position ids, blocks, final norm with its output."""
         block = 4 * self.C if self.setting.checkpointing else self._block()
         # In chunks the head takes the output as it is and casts each chunk; torch's own keeps the gradient instead.
         output = 0 if self.fused_gradients else 4 if self.head == "chunked" else self.number
@@ -164,7 +164,7 @@ class StepBytes:
         return Memory(4 * self.parameters // shares, gradients, optimizer // shares, activations, logits, workspace)
 
     def _gathered(self) -> int:
-        """What FSDP2 gathers: embeddings and head for the whole pass, and two blocks, each also as one flat buffer.
+        """Count what FSDP2 gathers: embeddings and head for the whole pass, and two blocks, also as flat buffers.
 
         From FSDP2's design: one block in use, the next prefetched.
         """
@@ -174,7 +174,7 @@ class StepBytes:
         return 4 * outside + 4 * self.number * self.block_matrices // self.config.n_layer
 
     def _block(self) -> int:
-        """Kept by one block, per token.
+        """Count what one block keeps, per token.
 
         The two norms keep their inputs in float32, with mean and deviation; the matrix products their inputs; attention
         its queries, keys and values, its output (the projection's input), and the sum of each row in float32; GELU its
@@ -191,13 +191,13 @@ class StepBytes:
         return norms + products + attention + mask + self._dropout()
 
     def _keeps_probabilities(self) -> bool:
-        """As `modeling_gpt2.Attention` decides."""
+        """Decide as `modeling_gpt2.Attention` does."""
         dtype = torch.bfloat16 if self.setting.precision == "bf16" else torch.float32
         is_plain = not self.setting.document_masking and not self.config.attn_pdrop
         return self.setting.compiled and not self.is_cuda and is_plain and products_are_faster(dtype, self.T)
 
     def _dropout(self) -> int:
-        """Kept by the dropouts of one block, per token: on a GPU a byte per element, on a CPU a number.
+        """Count what the dropouts of one block keep, per token: on a GPU a byte per element, on a CPU a number.
 
         A GPU draws attention's dropout again. A CPU has no fused attention with dropout: it keeps probabilities, noise
         and their product in float32, and in 16-bit training its inputs too.
@@ -209,7 +209,7 @@ class StepBytes:
         return total
 
     def _saved_logits(self) -> int:
-        """Compiled: the logits as the product gives them, two numbers per row. Eager: their logarithms in float32.
+        """Count the logits: compiled as the product gives them, with two numbers per row; eager as float32 logarithms.
 
         "returned" keeps both: chosen to match peaks reported for nanoGPT's model on GPUs; on a CPU torch 2.13 keeps no
         more than "compiled" for such a model.
@@ -219,7 +219,7 @@ class StepBytes:
         return by_head.get(self.head, 0)
 
     def _head_peak(self) -> int:
-        """The peak of head and loss, with their own gradients."""
+        """Count the peak of head and loss, with their own gradients."""
         C, V = self.C, self.V
         if self.head in ("compiled", "returned"):  # what is saved, and the gradient of the logits
             return self._saved_logits() + self.number * self.N * V

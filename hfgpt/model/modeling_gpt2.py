@@ -28,7 +28,7 @@ from hfgpt.errors import UserError
 from hfgpt.model.attention_masks import attention_mask_BHTS
 from hfgpt.model.configuration_gpt2 import model_config, model_rows, special_ids
 from hfgpt.model.cpu_kernels import gelu_by_sigmoid, is_compiled_for_cpu, product_attention, products_are_faster
-from hfgpt.model.head_loss import head_loss
+from hfgpt.model.head_loss import UNSCORED, head_loss
 
 # transformers renamed the argument and output `past_key_values` to `cache`; use the name of the installed version.
 _GENERATION_ARGS = inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
@@ -146,7 +146,7 @@ class GPT2LMHeadModel(PreTrainedModel, GenerationMixin):
         self.transformer.wte = value
 
     def _init_weights(self, module: nn.Module) -> None:
-        """GPT-2's initialisation: matrices normal(0, 0.02), biases 0, norms 1.
+        """Initialise as GPT-2: matrices normal(0, 0.02), biases 0, norms 1.
 
         The 2 L projections that add to the residual stream are divided by sqrt(2 L), which keeps its variance.
         """
@@ -194,7 +194,7 @@ class GPT2LMHeadModel(PreTrainedModel, GenerationMixin):
                 raise TypeError(f"forward() of this model has no {name}; leave it out, or use stock GPT-2")
         returns_loss_only = shift_labels is not None or (self.training and labels is not None)
         if labels is not None:
-            shift_labels = F.pad(labels, (0, 1), value=-100)[:, 1:]
+            shift_labels = F.pad(labels, (0, 1), value=UNSCORED)[:, 1:]
         cache = cache if cache is not None else past_key_values
         use_cache = self.config.use_cache if use_cache is None else use_cache
         if use_cache and not self.training and cache is None and shift_labels is None:
@@ -212,7 +212,7 @@ class GPT2LMHeadModel(PreTrainedModel, GenerationMixin):
         if shift_labels is not None:
             x_NC, target_N = x_BTC.flatten(0, 1), shift_labels.flatten().long()
             loss = head_loss(x_NC, self.lm_head.weight, target_N, self.head_chunk_size)
-            loss = loss / ((shift_labels != -100).sum() if num_items_in_batch is None else num_items_in_batch)
+            loss = loss / ((shift_labels != UNSCORED).sum() if num_items_in_batch is None else num_items_in_batch)
         if not returns_loss_only:
             keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
             logits_BTV = self.lm_head(x_BTC[:, keep])
@@ -232,7 +232,7 @@ class GPT2LMHeadModel(PreTrainedModel, GenerationMixin):
     def save_pretrained(
         self, save_directory: Any, is_main_process: bool = True, state_dict: Any = None, **options: Any
     ) -> Any:
-        """Saves as the base class does, with the parameter names of OpenAI's file: without "transformer." in front.
+        """Save as the base class does, with the parameter names of OpenAI's file: without "transformer." in front.
 
         Stock transformers reads names of both kinds, mlx-lm only these. With an untied head the prefix stays, because
         transformers 4 reads `lm_head.weight` only beside prefixed names.
@@ -245,14 +245,14 @@ class GPT2LMHeadModel(PreTrainedModel, GenerationMixin):
 
 
 def to_parameter_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Returns the tensors of a file under the model's parameter names, whether or not the file's have the prefix."""
+    """Return the tensors of a file under the model's parameter names. The names in a file may lack the prefix."""
     return {name if name.startswith((PREFIX, "lm_head.")) else PREFIX + name: value for name, value in tensors.items()}
 
 
 def new_model(
     size: str | dict[str, Any], tokenizer: PreTrainedTokenizerBase, seed: int, weights: dict[str, Tensor] | None = None
 ) -> GPT2LMHeadModel:
-    """Makes a model of a named size, or of GPT2Config fields, with a row for each id of the tokenizer.
+    """Make a model of a named size, or of GPT2Config fields, with a row for each id of the tokenizer.
 
     Its weights are random by `seed`, or `weights`, by parameter name.
     """

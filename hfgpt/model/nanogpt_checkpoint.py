@@ -1,4 +1,4 @@
-"""Reads nanoGPT's ckpt.pt as a GPT-2 model, without running code from it."""
+"""Read nanoGPT's ckpt.pt as a GPT-2 model, without running code from it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import GPT2Config
 
-from hfgpt.errors import UserError
+from hfgpt.errors import UserError, message
 from hfgpt.model.configuration_gpt2 import model_config
 from hfgpt.model.modeling_gpt2 import GPT2LMHeadModel
 
@@ -25,15 +25,14 @@ _TRANSPOSED = re.compile(r"\.(attn\.c_attn|attn\.c_proj|mlp\.c_fc|mlp\.c_proj)\.
 
 
 class NanoGPT(NamedTuple):
-    """`config` without special ids, `tensors` in float32 with GPT-2's names and shapes, `origin`: a description."""
+    """`config` without special ids, `tensors` in float32 with GPT-2's names and shapes."""
 
     config: GPT2Config
     tensors: dict[str, Tensor]
-    origin: str
 
 
 def read_nanogpt(path: Path, where: str) -> NanoGPT:
-    """Reads the model in a nanoGPT checkpoint. Raises UserError, which begins with `where`, for any other file."""
+    """Read the model in a nanoGPT checkpoint. Raises UserError, which begins with `where`, for any other file."""
     content = _load(path, where)
     if not isinstance(content, dict) or not all(isinstance(content.get(key), dict) for key in ("model", "model_args")):
         raise UserError(f"{where}: not a nanoGPT checkpoint, which has a `model` and its `model_args`; give ckpt.pt")
@@ -62,7 +61,7 @@ def read_nanogpt(path: Path, where: str) -> NanoGPT:
         problems.append(f"{where}: nanoGPT's model has no {unknown}; this file is of another model")
     if problems:
         raise UserError(*problems[:3])
-    return NanoGPT(config, tensors, _describe(path, content))
+    return NanoGPT(config, tensors)
 
 
 def _load(path: Path, where: str) -> Any:
@@ -79,13 +78,13 @@ def _load(path: Path, where: str) -> Any:
     except OSError as error:
         raise UserError(f"{where}: {error.strerror or error}; name a file that can be read") from error
     except Exception as error:  # torch raises a different type for each kind of damage
-        reason = (str(error).strip() or type(error).__name__).split("\n")[0].split(". ")[0]
+        reason = message(error).split(". ")[0]
         raise UserError(f"{where}: not a file of torch.save, or damaged ({reason}); give nanoGPT's ckpt.pt") from error
 
 
 def _read_config(args: dict[str, Any], tensors: dict[str, Any], where: str) -> GPT2Config:
     if missing := [name for name in (*_FIELDS, "vocab_size") if name not in args]:
-        raise UserError(f"{where}: model_args has no {', '.join(missing)}; give a checkpoint of nanoGPT's train.py")
+        raise UserError(f"{where}: model_args has no {', '.join(missing)}; give a ckpt.pt of nanoGPT's train.py")
     layers = len({name.split(".")[2] for name in tensors if re.match(r"transformer\.h\.\d+\.", name)})
     if args["n_layer"] != layers:
         raise UserError(f"{where}: model_args has n_layer={args['n_layer']}, but there are tensors of {layers} layers")
@@ -110,8 +109,9 @@ def _find_problem(value: Any, shape: tuple[int, ...]) -> str | None:
     return None if value.isfinite().all() else "holds values that are not finite"
 
 
-def _describe(path: Path, content: dict[str, Any]) -> str:
-    """Names the file, with the step and loss that it states."""
+def describe_nanogpt(path: Path, where: str) -> str:
+    """Return the name of a nanoGPT checkpoint, with the step and loss that it states."""
+    content = _load(path, where)
     step, loss = content.get("iter_num"), content.get("best_val_loss")
     facts = [f"step {step:,}"] if isinstance(step, int) else []
     # nanoGPT writes 1e9 until its first evaluation.

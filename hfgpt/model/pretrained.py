@@ -1,4 +1,4 @@
-"""Loads weights to start from: of a GPT-2 folder or a nanoGPT checkpoint."""
+"""Load the model that a run starts from: a GPT-2 folder or a nanoGPT checkpoint."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PADDED_TO = (8, 16, 32, 64, 128, 256, 512)
 
 
 def read_config(source: Path, where: str) -> GPT2Config:
-    """Reads the configuration of the model in a GPT-2 folder or a nanoGPT file.
+    """Read the configuration of the model in a GPT-2 folder or a nanoGPT file.
 
     Raises UserError, which begins with `where`, for what is missing, not readable or not GPT-2.
     """
@@ -44,14 +44,14 @@ def read_config(source: Path, where: str) -> GPT2Config:
 
 
 def load_model(source: Path, where: str) -> GPT2LMHeadModel:
-    """Loads the model of a GPT-2 folder or a nanoGPT file, in float32 on the CPU, in evaluation mode.
+    """Load the model of a GPT-2 folder or a nanoGPT file, in float32 on the CPU, in evaluation mode.
 
     Raises UserError, which begins with `where`, for what is missing, broken, not finite or not GPT-2.
     """
     # Only safetensors: the other format of weights can run code.
     options = {"dtype": torch.float32, "output_loading_info": True, "local_files_only": True, "use_safetensors": True}
     if source.is_file():
-        config, tensors, _ = read_nanogpt(source, where)
+        config, tensors = read_nanogpt(source, where)
         options |= {"config": config, "state_dict": tensors}
     else:
         read_config(source, where)
@@ -68,7 +68,7 @@ def load_model(source: Path, where: str) -> GPT2LMHeadModel:
 
 
 def fit_vocabulary(model: GPT2LMHeadModel, tokenizer: PreTrainedTokenizerFast, where: str) -> int:
-    """Removes rows that only pad the vocabulary, and returns how many they were.
+    """Remove rows that only pad the vocabulary, and return how many they were.
 
     Raises UserError where the numbers of rows and entries differ by anything but padding.
     """

@@ -108,7 +108,7 @@ class Vocabulary:
 
 
 def measure_splits(*, vocab_size: int = GPT2_VOCABULARY, **settings: Any) -> Measurement:
-    """`measure` for settings of PretrainConfig by name. Raises UserError with all problems."""
+    """Call `measure` for settings of PretrainConfig by name. Raises UserError with all problems."""
     defaults = {"per_device_train_batch_size": "auto", "max_steps": 1, **default_length(settings)}
     rows, peak = measure(PretrainConfig.from_layers(defaults, settings), vocab_size)
     return Measurement(rows, peak, device_name(default_device()))
@@ -159,7 +159,7 @@ def measure(config: PretrainConfig, vocab_size: int, steps: int = 3) -> tuple[li
 
 
 def choose_doubling(batch: Batch) -> list[Batch]:
-    """Splits of a step whose micro-batches rise from one sequence, each at least twice the one before."""
+    """Return splits of a step whose micro-batches rise from one sequence, each at least twice the one before."""
     chosen: list[Batch] = []
     for split in batch.splits():
         if not chosen or split.micro_batch >= 2 * chosen[-1].micro_batch:

@@ -102,7 +102,7 @@ class Forecast:
         return self.config.total_steps(self.batch, None)
 
     def costs(self) -> dict[str, float | None]:
-        """Seconds per step, hours to the token budget, kWh and price over all processes; None where unknown."""
+        """Return seconds per step, hours to the token budget, kWh and price over all processes; None where unknown."""
         rate = self.tokens_per_second
         seconds = rate and self.batch.tokens_per_step / rate
         hours = seconds and seconds * self.steps / 3600
@@ -202,7 +202,7 @@ def forecast(
     watts: float | None = None,
     **settings: Any,
 ) -> Forecast:
-    """What a run with these `settings` of PretrainConfig takes on a device. Raises UserError with all problems."""
+    """Forecast what a run with these `settings` of PretrainConfig takes. Raises UserError with all problems."""
     problems: list[str] = []
     config = PretrainConfig(max_steps=1)  # for the device, where the settings have problems of their own
     model, target = None, None
@@ -233,7 +233,7 @@ def forecast(
 
 
 def default_length(settings: dict[str, Any]) -> dict[str, int]:
-    """`sequence_length` as long as the model's positions; empty if the model cannot be read."""
+    """Return `sequence_length` as long as the model's positions; empty if the model cannot be read."""
     with suppress(*NOT_CONVERTIBLE):
         model = convert(settings.get("model", "gpt2-125m"), str | dict[str, Any])
         return {"sequence_length": model_fields(model).get("n_positions", 1024)}
@@ -241,7 +241,7 @@ def default_length(settings: dict[str, Any]) -> dict[str, int]:
 
 
 def _find_device(name: str | None, config: PretrainConfig, memory_gib: float | None) -> Device:
-    """This machine's device, or one of `devices.csv`. Raises UserError for others, unless memory and peak are given."""
+    """Return this machine's device, or one of `devices.csv`. Raises UserError for others without memory and peak."""
     stated_peak = Peak(config.mfu_peak_tflops, "stated: --mfu_peak_tflops") if config.mfu_peak_tflops else None
     here = machine.default_device()
     if name is None or name in (here.type, machine.device_name(here)):
@@ -268,7 +268,7 @@ def _find_device(name: str | None, config: PretrainConfig, memory_gib: float | N
 
 
 def _choose_rated_precision(name: str, requested: str) -> Precision:
-    """As `choose_precision` on the device itself, by the rates that are known of it."""
+    """Choose as `choose_precision` on the device itself, by the rates that are known of it."""
     native = "bf16" if rated_peak(name, "bf16") else "fp16"
     if requested == "bf16" and native == "fp16":
         raise UserError(f"mixed_precision={requested}: {name} has no bf16; use fp16, or auto to choose it")
@@ -279,7 +279,7 @@ def _choose_rated_precision(name: str, requested: str) -> Precision:
 def _find_splits(
     config: PretrainConfig, processes: int, fsdp: bool, model: GPT2Config, device: Device, gib: float
 ) -> list[Split]:
-    """The micro-batches that divide the step, smallest first, up to three that are too large."""
+    """Return the micro-batches that divide the step, smallest first, up to three that are too large."""
     whole = config.batch(processes)
     blocks = whole.micro_batch * whole.accumulation
     splits: list[Split] = []
@@ -287,7 +287,7 @@ def _find_splits(
         if blocks % micro_batch or sum(not split.fits for split in splits) == 3:
             continue
         batch = dataclasses.replace(whole, micro_batch=micro_batch, accumulation=blocks // micro_batch)
-        setting = setting_of(config, batch, device.precision.name, processes if fsdp else 1, device.type)
-        memory = training_memory(model, dataclasses.replace(setting, compiled=device.compile.enabled))
+        choices = (device.precision.name, processes if fsdp else 1, device.type, device.compile.enabled)
+        memory = training_memory(model, setting_of(config, batch, *choices))
         splits.append(Split(batch, memory, gib * 2**30))
     return splits

@@ -66,7 +66,7 @@ def time_splits(
 
 
 def find_fastest_split(step: TrainStep, needed_bytes: Callable[[Batch], int]) -> tuple[Batch, str]:
-    """The split of the step with most tokens per second, and a line with what was measured.
+    """Return the split of the step with most tokens per second, and a line with what was measured.
 
     needed_bytes: the estimated memory of a split, by which candidates are chosen. Raises UserError where none fits.
     """
@@ -91,7 +91,7 @@ def find_fastest_split(step: TrainStep, needed_bytes: Callable[[Batch], int]) ->
 def choose_candidates(
     batch: Batch, needed_bytes: Callable[[Batch], int], available_bytes: int, beyond: bool
 ) -> list[Batch]:
-    """Up to `CANDIDATES` splits of the step, each micro-batch at least twice the one before, to the largest that fits.
+    """Return up to `CANDIDATES` splits, each micro-batch at least twice the one before, to the largest that fits.
 
     beyond: to one that should not fit. Raises UserError where not even one block does.
     """
@@ -121,7 +121,7 @@ def try_micro_batch(step: TrainStep, batch: Batch) -> None:
 def find_recorded_split(
     config: PretrainConfig, batch: Batch, trainer_state: dict[str, Any]
 ) -> tuple[Batch, str] | None:
-    """The split that a resumed run used last, measured or reduced when memory ran out, and a line about it.
+    """Return the split that a resumed run used last, measured or reduced when memory ran out, and a line about it.
 
     None if settings or processes have changed, or if it is the one that the settings state.
     """

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 def resolve_init_from(config: PretrainConfig, resumed_from: Path | None) -> PretrainConfig:
-    """Returns `config` with `init_from` pinned to a commit or a whole path, and `model` as the source has it.
+    """Return `config` with `init_from` pinned to a commit or a whole path, and `model` as the source has it.
 
     A resumed run keeps the source that it began with; a tokenizer in a folder gets its whole path.
 
@@ -50,7 +50,7 @@ def resolve_init_from(config: PretrainConfig, resumed_from: Path | None) -> Pret
 
 
 def _recorded_source(config: PretrainConfig, resumed_from: Path) -> tuple[str | None, dict[str, Any]]:
-    """The source and model fields that a checkpoint's run recorded; None for random weights."""
+    """Return the source and model fields that a checkpoint's run recorded; None for random weights."""
     recorded = read_state(resumed_from, "trainer_state")["config"]
     name = recorded.get("init_from")
     run = f"the run resumes from {resumed_from}, and began from {name or 'random weights'}"
@@ -65,7 +65,7 @@ def _recorded_source(config: PretrainConfig, resumed_from: Path) -> tuple[str | 
 
 
 def _stated_source(config: PretrainConfig) -> tuple[str | None, dict[str, Any]]:
-    """The source and model fields of `init_from`; None for random weights."""
+    """Return the source and model fields of `init_from`; None for random weights."""
     if config.init_from is None:
         return None, {}
     where, source = f"init_from={config.init_from}", model_files(config.init_from)
@@ -77,7 +77,7 @@ def _stated_source(config: PretrainConfig) -> tuple[str | None, dict[str, Any]]:
 
 
 def initial_weights(init_from: str, tokenizer: PreTrainedTokenizerFast, host: Ranks) -> dict[str, Tensor]:
-    """Returns the weights of `init_from` by parameter name on the main process, an empty dictionary on the others.
+    """Return the weights of `init_from` by parameter name on the main process, an empty dictionary on the others.
 
     Raises UserError where they do not fit the tokenizer, and warns where its ids are not those of the source.
     """

@@ -51,9 +51,6 @@ class BatchedMuon(torch.optim.Muon):
     each matrix in each product. Momentum is Nesterov's, and updates are scaled to the size of AdamW's.
     """
 
-    def __init__(self, params: list[nn.Parameter], lr: float, weight_decay: float, momentum: float) -> None:
-        super().__init__(params, lr, weight_decay, momentum, nesterov=True, adjust_lr_fn="match_rms_adamw")
-
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         for group in self.param_groups:

@@ -24,7 +24,7 @@ class MemoryWatch:
 
     @contextmanager
     def micro_batch(self, index: int, count: int) -> Iterator[None]:
-        """Around micro-batch `index` of `count`: raises MemoryRanOut on all processes where one had no room.
+        """Raise MemoryRanOut on all processes if one had no room for micro-batch `index` of `count` inside.
 
         Where processes share the model, or in the last micro-batch, in which they exchange gradients, they are out of
         step by then: the error of the device ends the run.
@@ -45,7 +45,7 @@ class MemoryWatch:
 
 @contextmanager
 def out_of_memory_named(where: str, fix: str) -> Iterator[None]:
-    """Where memory runs out inside: RunError that names `where` and the `fix`."""
+    """Raise RunError that names `where` and the `fix` if memory runs out inside."""
     try:
         yield
     except Exception as error:

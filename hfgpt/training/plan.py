@@ -25,13 +25,16 @@ from hfgpt.model.flops import parameter_counts
 from hfgpt.model.memory import Setting, training_memory
 
 
-def setting_of(config: PretrainConfig, batch: Batch, precision: str, shares: int, device_type: str) -> Setting:
+def setting_of(
+    config: PretrainConfig, batch: Batch, precision: str, shares: int, device_type: str, compiled: bool = False
+) -> Setting:
     """Return the settings that the memory estimate of one process depends on."""
     return Setting(
         micro_batch=batch.micro_batch,
         sequence_length=batch.sequence_length,
         accumulation=batch.accumulation,
         precision=precision,
+        compiled=compiled,
         checkpointing=config.gradient_checkpointing,
         optim=config.optim,
         processes=batch.processes,

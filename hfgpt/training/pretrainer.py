@@ -19,10 +19,10 @@ from hfgpt.errors import RunError, UserError, name_process
 from hfgpt.evaluation.loss import evaluate_tokens
 from hfgpt.hub.push import push_trained
 from hfgpt.safe_output import safe
+from hfgpt.training.attempts import attempts, fit_micro_batch
 from hfgpt.training.failures import how_to_continue, saved_on_failure
 from hfgpt.training.non_finite import Step
 from hfgpt.training.out_of_memory import out_of_memory_named
-from hfgpt.training.retry import attempts, fit_micro_batch
 from hfgpt.training.run import TrainingRun
 from hfgpt.training.saving import note_saved, record_lost_output, save
 from hfgpt.training.setup import prepare
@@ -196,7 +196,7 @@ def evaluate_or_stop(run: TrainingRun) -> None:
 
 
 def complete(run: TrainingRun) -> None:
-    """After the last step: evaluate if that is missing, save the last checkpoint, end the records."""
+    """Finish after the last step: evaluate if that is missing, save the last checkpoint, end the records."""
     progress, max_steps = run.progress, run.plan.max_steps
     if not run.is_complete and run.is_main:
         print(f"Stopped at step {progress.step} of {max_steps}: {run.callbacks.why_stopped()}", flush=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from accelerate import Accelerator
@@ -37,8 +37,7 @@ class Machine:
 
     def memory_setting(self, config: PretrainConfig, batch: Batch, compiled: bool = False) -> Setting:
         shares = self.ranks.world_size if self.is_sharded else 1
-        setting = setting_of(config, batch, self.precision.name, shares, self.accelerator.device.type)
-        return replace(setting, compiled=compiled)
+        return setting_of(config, batch, self.precision.name, shares, self.accelerator.device.type, compiled)
 
 
 @dataclass

@@ -16,10 +16,9 @@ from torch.distributed.tensor import DTensor
 from hfgpt.batch import Batch
 from hfgpt.distributed.device import seed_random_numbers, step_seed
 from hfgpt.distributed.ranks import Ranks
+from hfgpt.model.head_loss import UNSCORED
 from hfgpt.training.lr_schedule import LearningRate
 from hfgpt.training.out_of_memory import MemoryWatch
-
-IGNORED = -100  # a target that does not count, as in torch's cross entropy
 
 
 class StepResult(NamedTuple):
@@ -77,7 +76,7 @@ class TrainStep:
             group["lr"] = group.get("lr_scale", 1.0) * self.learning_rate(step)
         # Micro-batches may have different numbers of targets. Dividing each sum by the total of the step is right for
         # any split into micro-batches and processes; a mean of means is not.
-        num_targets = (shift_labels != IGNORED).sum().float()
+        num_targets = (shift_labels != UNSCORED).sum().float()
         if world > 1:
             num_targets = accelerator.reduce(num_targets, "sum")
 

@@ -17,9 +17,8 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
-from running import trained
+from running import trained_on_documents
 
-from hfgpt import PretrainConfig
 from hfgpt.distributed.ranks import Ranks
 from hfgpt.evaluation.hellaswag import hellaswag
 from hfgpt.evaluation.loading import load_checkpoint
@@ -142,14 +141,9 @@ found["rows"], found["entries"] = rows, len(AutoTokenizer.from_pretrained(folder
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A checkpoint of a byte-level BPE tokenizer, as GPT-2 has it."""
-    root = tmp_path_factory.mktemp("elsewhere")
-    texts = [f"document {n} says {n * n % 101} and {n % 7}" for n in range(400)]
-    (root / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    settings = {"dataset": str(root / "text.jsonl"), "tokenizer": "bpe-300", "sequence_length": 16, "max_steps": 20}
     model = {"n_layer": 1, "n_head": 2, "n_embd": 16, "n_positions": T}
-    flags = {"mixed_precision": "no", "torch_compile": False, "learning_rate": 1e-2, "eval_steps": 0}
-    trained(PretrainConfig(output_dir=str(root / "run"), model=model, **settings, **flags))
-    return root / "run" / "checkpoint-20"
+    flags = {"model": model, "max_steps": 20, "learning_rate": 1e-2, "eval_steps": 0}
+    return trained_on_documents(tmp_path_factory.mktemp("elsewhere"), **flags) / "checkpoint-20"
 
 
 @pytest.fixture(params=["here", "older"])

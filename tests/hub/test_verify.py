@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 import torch
-from running import trained
+from running import trained_on_documents
 from tampering import edit, louder, rewrite, sealed
 from typer.testing import CliRunner
 
@@ -22,16 +22,8 @@ from hfgpt.hub.verify import verify
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A checkpoint with an evaluation, on documents."""
-    from hfgpt import PretrainConfig
-
-    root = tmp_path_factory.mktemp("verify")
-    texts = [f"document {n} says {n * n % 101} and {n % 7}" for n in range(400)]
-    (root / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    settings = {"dataset": str(root / "text.jsonl"), "tokenizer": "bpe-300", "sequence_length": 16, "eval_steps": 4}
-    model = {"n_layer": 1, "n_head": 1, "n_embd": 16, "n_positions": 32}
-    flags = {"max_steps": 4, "mixed_precision": "no", "torch_compile": False, "learning_rate": 1e-2}
-    trained(PretrainConfig(output_dir=str(root / "run"), model=model, streaming=True, **settings, **flags))
-    return root / "run" / "checkpoint-4"
+    flags = {"eval_steps": 4, "max_steps": 4, "learning_rate": 1e-2, "streaming": True}
+    return trained_on_documents(tmp_path_factory.mktemp("verify"), **flags) / "checkpoint-4"
 
 
 @pytest.fixture

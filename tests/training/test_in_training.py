@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from forked import FORK, completed
-from running import ROOT, StopAt, prepared, records, trained
+from running import ROOT, StopAt, prepared, records, seconds_of_three_steps, trained
 from safetensors.torch import load_file
 from transformers import EarlyStoppingCallback
 
@@ -141,14 +141,7 @@ def test_samples_are_outside_the_clock(config):
             with self.around():
                 now[0] += 1000.0
 
-    run = prepared(config(), Slow(1))
-    run.callbacks.mfu.clock = lambda: now[0]
-    run.callbacks.call("on_train_begin")
-    for _ in range(3):
-        now[0] += 2.0
-        run.progress.step += 1
-        run.callbacks.call("on_step_end")
-    assert run.callbacks.mfu.total_seconds == 6.0
+    assert seconds_of_three_steps(prepared(config(), Slow(1)), now) == 6.0
 
 
 def test_what_needs_an_evaluation_is_refused_without_one(config):

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from accelerate.state import AcceleratorState
-from running import MODEL, first_step, prepared, records, same_weights, trained
+from running import MODEL, first_step, prepared, records, same_weights, seconds_of_three_steps, trained
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from hfgpt import Pretrainer, UserError
@@ -229,14 +229,8 @@ def test_a_save_noted_between_steps_leaves_their_times_alone(config):
 
 def test_a_checkpoint_has_the_seconds_of_training_up_to_its_step(config):
     """Also where no record was made since the one before."""
-    now = [0.0]
     run = prepared(config(logging_steps=100))
-    run.callbacks.mfu.clock = lambda: now[0]
-    run.callbacks.call("on_train_begin")
-    for _ in range(3):
-        now[0] += 2.0
-        run.progress.step += 1
-        run.callbacks.call("on_step_end")
+    seconds_of_three_steps(run, [0.0])
     assert trainer_state(run)["wall_seconds"] == 6.0
 
 

@@ -20,11 +20,12 @@ class Format(Protocol):
     """What `hfgpt.data` needs of a file format. Modules of this package have these functions."""
 
     def find_units(self, file: str, head: FileHead, text_column: str) -> list[Unit]:
-        """The parts of the file that can be read alone, in order. Raises BadFile if the file cannot be used."""
+        """Return the parts of the file that can be read alone, in order. Raises BadFile if the file cannot be used."""
 
     def read_rows(self, unit: Unit, text_column: str) -> list[Any]:
-        """The texts of the rows of a unit, as str or as bytes in UTF-8; whatever else a row holds, or an `Unusable`
-        with the reason, where it has no text. Row n of a unit is always the same.
+        """Return the texts of a unit's rows, as str or as bytes in UTF-8. Row n of a unit is always the same.
+
+        Where a row has no text: whatever else it holds, or an `Unusable` with the reason.
         """
 
 
@@ -37,7 +38,7 @@ def format_of(file: str) -> Format:
 
 
 def inspect_file(file: str, text_column: str) -> tuple[list[Unit], int]:
-    """The units of a file, and its size in bytes. Raises BadFile for a file that is not what its name promises."""
+    """Return a file's units and size in bytes. Raises BadFile for a file that is not what its name promises."""
     if file.encode("utf-8", "replace").decode() != file or len(file.splitlines()) > 1:
         raise BadFile(f"dataset: {file!a}: the name is not one line of UTF-8; rename it")  # it could not be recorded
     if "://" not in file and os.path.islink(file) and not os.path.exists(file):

@@ -43,7 +43,7 @@ def _read_line(line: bytes, text_column: str) -> Any:
 
 
 def find_damage(file: str, data: bytes, is_whole: bool, text_column: str | None) -> BadFile | None:
-    """Why a file that begins with `data` is not JSON lines with `text_column` (None: any); None if it may be."""
+    """Return why a file that begins with `data` is not JSON lines with `text_column` (None: any); None if it may be."""
     data = data.removeprefix(codecs.BOM_UTF8).lstrip()
     lines = [line for line in (data if is_whole else data.rpartition(b"\n")[0]).split(b"\n") if line.strip()]
     objects = [value for value in map(_parse, lines) if isinstance(value, dict)]

@@ -69,7 +69,7 @@ _footers = _FooterCache()
 
 
 def _read_footer(file: str) -> Any:
-    """The metadata of a file, fetched once."""
+    """Return the metadata of a file, fetched once."""
     # A local file may be written over. A file on the Hub has its commit in its name.
     status = None if "://" in file else os.stat(file)
     key = (file, status and (status.st_size, status.st_mtime_ns))

@@ -1,4 +1,4 @@
-"""Files of lines: a unit is a span of bytes, and has the lines that begin in it."""
+"""Files of lines. A unit is a span of bytes; the lines that begin in the span belong to it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ GZIP_SPAN_BYTES = 32 * 2**20
 
 
 def split_into_spans(file: str, size_bytes: int) -> list[Unit]:
-    """The units of a file that has `size_bytes` when uncompressed."""
+    """Split a file of `size_bytes` (uncompressed) into units."""
     if not file.lower().endswith(".gz"):
         borders = [*range(0, size_bytes, SPAN_BYTES), size_bytes]
         return [Unit(file, start, stop, size_bytes=stop - start) for start, stop in itertools.pairwise(borders)]
@@ -26,7 +26,7 @@ def split_into_spans(file: str, size_bytes: int) -> list[Unit]:
 
 
 def read_lines(unit: Unit) -> bytes:
-    """The lines that begin in the unit, without a byte order mark."""
+    """Return the lines that begin in the unit, without a byte order mark."""
     start = max(unit.start - 1, 0)  # a line that begins at `start` follows a line end just before it
     with open_file(unit.file) as handle:
         handle.seek(start)
@@ -41,8 +41,9 @@ def read_lines(unit: Unit) -> bytes:
 
 
 def read_text(unit: Unit, longest_line: int) -> bytes:
-    """Like `read_lines`, but a line that continues for `longest_line` bytes after the end of the unit ends there,
-    between two characters.
+    """Return the lines that begin in the unit, like `read_lines`, but divide long lines.
+
+    A line that continues for `longest_line` bytes after the end of the unit is cut there, between two characters.
     """
     start = max(unit.start - 1, 0)
     with open_file(unit.file) as handle:
@@ -54,7 +55,7 @@ def read_text(unit: Unit, longest_line: int) -> bytes:
 
 
 def _find_border(data: bytes, at: int, longest_line: int) -> int:
-    """Where the first line begins at or after `at`; if none does for `longest_line` bytes, the first character."""
+    """Return where the first line begins from `at` on, or the first character if none does for `longest_line` bytes."""
     window = data[at - 1 : at - 1 + longest_line]
     if (line_end := window.find(b"\n")) >= 0:
         return at + line_end

@@ -38,12 +38,12 @@ def read_rows(unit: Unit, text_column: str) -> list[str]:
 
 
 def choose_piece_characters(units: list[Unit]) -> int | None:
-    """The size of documents that gives a stream enough of them; None if the text files are small enough as they are."""
+    """Return the size of documents that gives a stream enough of them; None if all text files are small enough."""
     size = min(max(sum(unit.size_bytes for unit in units) // STREAM_DOCUMENTS, SMALLEST_PIECE), DOCUMENT_CHARACTERS)
     return size if any(unit.size_bytes > size for unit in units) else None
 
 
 def split_into_pieces(unit: Unit, piece_characters: int) -> list[Unit]:
-    """The same text in units whose documents have about `piece_characters`."""
+    """Return the same text in units whose documents have about `piece_characters`."""
     units = split_into_spans(unit.file, unit.size_bytes) if unit.piece_characters is None else [unit]
     return [one._replace(piece_characters=piece_characters) for one in units]

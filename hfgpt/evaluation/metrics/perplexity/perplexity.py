@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 
 from hfgpt.errors import UserError
-from hfgpt.evaluation.loss import UNSCORED, loss_metrics
+from hfgpt.evaluation.loss import loss_metrics
+from hfgpt.model.head_loss import UNSCORED
 
 DESCRIPTION = """
 Loss, perplexity and bits per byte over all scored tokens: sums first, one division at the end. Perplexity is exp(sum of
@@ -37,7 +38,7 @@ Raises UserError, a ValueError, for rows of different shape, for nothing to scor
 
 
 def token_nll(logits: Any, labels: torch.Tensor) -> torch.Tensor:
-    """Returns (B, T) float32: the negative log-likelihood in nats of each label, from the logits (B, T, V) before it.
+    """Return (B, T) float32: the negative log-likelihood in nats of each label, from the logits (B, T, V) before it.
 
     Pass it to the Trainer as `preprocess_logits_for_metrics`, which then keeps one number per token instead of logits.
     It is -100 for the first label of a row, which no position predicts, and where the label is -100.
@@ -86,7 +87,7 @@ class Perplexity(evaluate.Metric):
 
 
 def _scored(row: int, nll_T: np.ndarray, labels_T: np.ndarray) -> np.ndarray:
-    """The scored values of a row, float64. Raises UserError for what is no negative log-likelihood."""
+    """Return the scored values of a row, float64. Raises UserError for what is no negative log-likelihood."""
     if nll_T.shape != labels_T.shape:
         raise UserError(f"row {row}: {len(nll_T)} predictions and {len(labels_T)} references; give one for each token")
     scored = nll_T[(labels_T != UNSCORED) & (nll_T != UNSCORED)]

@@ -61,7 +61,7 @@ def attempts(run: TrainingRun) -> Iterator[Attempt]:
 
 
 def fit_micro_batch(run: TrainingRun) -> None:
-    """Under DDP, try a micro-batch and make it smaller until it fits on all processes.
+    """Try a micro-batch, under DDP, and make it smaller until it fits on all processes.
 
     A process that runs out of memory while gradients are exchanged leaves the others waiting, so this is found before.
     """
