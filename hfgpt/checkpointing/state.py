@@ -77,7 +77,7 @@ def write_files(
 
 
 def load_model_and_optimizer(
-    folder: Path, model: PreTrainedModel, optimizer: torch.optim.Optimizer, host: Ranks
+    folder: Path, model: PreTrainedModel, optimizer: torch.optim.Optimizer, ranks: Ranks
 ) -> None:
     """Load weights and optimizer state of a checkpoint in place, on all processes.
 
@@ -85,10 +85,10 @@ def load_model_and_optimizer(
     """
     state: Any = get_optimizer_state_dict(model, optimizer)
     read: dict[str, Any] = {"weights": {}, "optimizer": {}}  # stays empty on the other processes
-    host.from_main(lambda: read.update(_read_tensors(folder, model, state["state"])))
+    ranks.from_main(lambda: read.update(_read_tensors(folder, model, state["state"])))
     if read["optimizer"]:  # a new dictionary: the one that was returned is the optimizer's own
         read["optimizer"] = {**state, "state": read["optimizer"]}
-    options = full_state_options(host.world_size)
+    options = full_state_options(ranks.world_size)
     set_model_state_dict(model, read["weights"], options=options)
     set_optimizer_state_dict(model, optimizer, read["optimizer"], options=options)
 

@@ -96,8 +96,6 @@ def as_markdown(report: Report, plot_files: dict[str, str]) -> str:
         lines += [*(f"- {_escape(line)}" for line in verdict.evidence + verdict.notes), ""]
     for plot in report.plots:
         lines += [f"![{plot.title}]({plot_files[plot.name].replace(' ', '%20')})", ""]
-    for title, text in report.samples:
-        lines += [f"## {_escape(title)}", "", *(f"    {line}" for line in text.splitlines()), ""]
     for title, rows in report.all_tables:
         if rows:
             lines += [

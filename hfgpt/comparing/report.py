@@ -72,7 +72,7 @@ class Report:
     """All that a report shows.
 
     names: of the runs, a column each. verdicts: with a title, such as "b against a". settings: those that differ, or
-    all of a single run. footnotes: of the tables. explanation: how to read the verdicts. samples: title and text.
+    all of a single run. footnotes: of the tables. explanation: how to read the verdicts.
     """
 
     names: list[str]
@@ -84,7 +84,6 @@ class Report:
     notes: list[str]
     explanation: str = ""
     plots: list[Plot] = field(default_factory=list)
-    samples: list[tuple[str, str]] = field(default_factory=list)
 
     @property
     def all_tables(self) -> list[Table]:

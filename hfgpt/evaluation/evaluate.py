@@ -56,7 +56,7 @@ class Subject:
     tokenizer: Any
     folder: Path
     accelerator: Accelerator
-    host: Ranks
+    ranks: Ranks
 
 
 def evaluate_checkpoint(
@@ -64,16 +64,16 @@ def evaluate_checkpoint(
 ) -> dict[str, Any]:
     """Return what `measure` finds on all processes that were launched, with checkpoint, time, device and precision."""
     take_fsdp_request()  # an FSDP configuration is of no use here: each process holds the whole model
-    host = Ranks(TIMEOUT_SECONDS)
-    with host.share_failures():
-        host.rendezvous()
+    ranks = Ranks(TIMEOUT_SECONDS)
+    with ranks.share_failures():
+        ranks.rendezvous()
         accelerator, precision = start_accelerator(mixed_precision, TIMEOUT_SECONDS)
-        host.connect()
-        subject = Subject(*load_any_checkpoint(checkpoint, accelerator.device), accelerator, host)
+        ranks.connect()
+        subject = Subject(*load_any_checkpoint(checkpoint, accelerator.device), accelerator, ranks)
         began = time.perf_counter()
         found = measure(subject)
         seconds = time.perf_counter() - began
-        host.disconnect()
+        ranks.disconnect()
         accelerator.end_training()
     return {
         "checkpoint": checkpoint,
@@ -105,11 +105,11 @@ def score_text(
     Batch size, number of processes and `torch_compile` change the result by rounding only. Rows of the vocabulary
     without a token take part in the softmax, as in other programs; `vocabulary` says how many there are.
     """
-    model, host, accelerator = subject.model, subject.host, subject.accelerator
+    model, ranks, accelerator = subject.model, subject.ranks, subject.accelerator
     trained = _training_settings(subject.folder)
     length = _check_length(model, trained, sequence_length, stride)
     is_masked = by_document is None and bool(trained.get("document_masking"))
-    text = host.from_main(partial(read_text, subject.tokenizer, source, eval_tokens, by_document, bool(trained)))
+    text = ranks.from_main(partial(read_text, subject.tokenizer, source, eval_tokens, by_document, bool(trained)))
     parts = windows(text.lengths, length, stride)
     is_ours = hasattr(model, "head_chunk_size")
     scored: Any = model if is_ours else SummedLoss(model)
@@ -144,7 +144,7 @@ def score_hellaswag(
     subject: Subject, *, source: str | None = None, limit: int | None = None, batch_size: int = 8
 ) -> dict[str, Any]:
     """Return the accuracies of `hfgpt.evaluation.hellaswag.hellaswag`."""
-    processes: dict[str, Any] = {"accelerator": subject.accelerator, "host": subject.host}
+    processes: dict[str, Any] = {"accelerator": subject.accelerator, "ranks": subject.ranks}
     return hellaswag(subject.model, subject.tokenizer, source, batch_size=batch_size, limit=limit, **processes)
 
 

@@ -60,7 +60,7 @@ def hellaswag(
     *,
     batch_size: int,
     accelerator: Accelerator,
-    host: Ranks,
+    ranks: Ranks,
     limit: int | None = None,
 ) -> dict[str, Any]:
     """Return the accuracy of a causal language model (ours, or any of transformers), the same on every process.
@@ -82,7 +82,7 @@ def hellaswag(
             raise UserError(f"{name}={value}: at least 1")
     plain_model = accelerator.unwrap_model(model)
     padded_rows = count_padded_rows(plain_model, tokenizer, "model")
-    examples, facts = host.from_main(lambda: _read(source or HUB_DATASET, limit, tokenizer))  # one request to the Hub
+    examples, facts = ranks.from_main(lambda: _read(source or HUB_DATASET, limit, tokenizer))  # one request to the Hub
     positions = getattr(plain_model.config, "max_position_embeddings", None)
     texts = [_text(example.context, ending, positions) for example in examples for ending in example.endings]
     nll_E4 = np.array(_score_texts(model, texts, batch_size, accelerator)).reshape(-1, ENDINGS)

@@ -76,7 +76,7 @@ def _stated_source(config: PretrainConfig) -> tuple[str | None, dict[str, Any]]:
     return pinned_name(config.init_from, source), fields
 
 
-def initial_weights(init_from: str, tokenizer: PreTrainedTokenizerFast, host: Ranks) -> dict[str, Tensor]:
+def initial_weights(init_from: str, tokenizer: PreTrainedTokenizerFast, ranks: Ranks) -> dict[str, Tensor]:
     """Return the weights of `init_from` by parameter name on the main process, an empty dictionary on the others.
 
     Raises UserError where they do not fit the tokenizer, and warns where its ids are not those of the source.
@@ -94,5 +94,5 @@ def initial_weights(init_from: str, tokenizer: PreTrainedTokenizerFast, host: Ra
             logger.warning("%s: %d rows without an entry in the tokenizer are left out", where, dropped)
         weights.update(model.state_dict())
 
-    host.from_main(read)
+    ranks.from_main(read)
     return weights

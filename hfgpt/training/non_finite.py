@@ -39,9 +39,9 @@ class NonFiniteGuard:
     """
 
     def __init__(
-        self, run: RunFolder, host: Ranks, named: Callable[[StepBatch, list[int]], list[dict[str, Any]]]
+        self, run: RunFolder, ranks: Ranks, named: Callable[[StepBatch, list[int]], list[dict[str, Any]]]
     ) -> None:
-        self.run, self.host, self.named = run, host, named
+        self.run, self.ranks, self.named = run, ranks, named
         self.pending: list[Step] = []
         self.values = torch.empty(0, 0)  # (steps, 2 + micro-batches): loss, gradient norm, and the micro-batch losses
         self.skipped_in_a_row = 0
@@ -77,15 +77,15 @@ class NonFiniteGuard:
                 self.skipped_in_a_row = 0
                 continue
             self.skipped_in_a_row += 1
-            ranks, rows = self._bad_rows(len(step.batch.blocks), micro_losses, alone and self.host.world_size > 1)
+            bad_ranks, rows = self._bad_rows(len(step.batch.blocks), micro_losses, alone and self.ranks.world_size > 1)
             self.run.record(
                 event="skip_step",
                 step=step.step,
                 reason=f"loss {loss}, gradient norm {norm}",
-                ranks=ranks,
+                ranks=bad_ranks,
                 documents=self.named(step.batch, rows),
             )
-            where = f" on process {', '.join(map(str, ranks))}" if ranks and self.host.world_size > 1 else ""
+            where = f" on process {', '.join(map(str, bad_ranks))}" if bad_ranks and self.ranks.world_size > 1 else ""
             logger.warning("Skipped step %d: loss %s, gradient norm %s%s", step.step, loss, norm, where)
             if self.has_given_up:
                 raise RunError(
@@ -101,7 +101,7 @@ class NonFiniteGuard:
         """
         if unknown:
             return None, list(range(total))
-        by_rank = self.host.gather([math.isfinite(loss) for loss in micro_losses])
+        by_rank = self.ranks.gather([math.isfinite(loss) for loss in micro_losses])
         share = total // len(by_rank)
         size = -(-share // len(micro_losses))
         rows = [row for row in range(total) if not by_rank[row // share][row % share // size]]

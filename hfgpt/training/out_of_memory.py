@@ -19,8 +19,8 @@ class MemoryRanOut(Exception):
 class MemoryWatch:
     """Lets all processes know that a micro-batch did not fit before any of them exchanges gradients."""
 
-    def __init__(self, host: Ranks, sharded: bool) -> None:
-        self.host, self.sharded, self.failed = host, sharded, False
+    def __init__(self, ranks: Ranks, sharded: bool) -> None:
+        self.ranks, self.sharded, self.failed = ranks, sharded, False
 
     @contextmanager
     def micro_batch(self, index: int, count: int) -> Iterator[None]:
@@ -29,8 +29,8 @@ class MemoryWatch:
         Where processes share the model, or in the last micro-batch, in which they exchange gradients, they are out of
         step by then: the error of the device ends the run.
         """
-        alone, last = self.host.world_size == 1, index == count
-        if not alone and not self.sharded and last and index > 1 and any(self.host.gather(self.failed)):
+        alone, last = self.ranks.world_size == 1, index == count
+        if not alone and not self.sharded and last and index > 1 and any(self.ranks.gather(self.failed)):
             self.failed = False
             raise MemoryRanOut
         try:

@@ -889,13 +889,6 @@ def test_plots_of_an_earlier_report_are_removed(tmp_path):
     assert not (tmp_path / "r_mfu.png").exists() and (tmp_path / "r_loss_steps.png").exists()
 
 
-def test_samples_are_shown_as_they_are(tmp_path):
-    runs = read_runs([write_run(tmp_path / "a")])
-    report = build_report(runs, compare(runs))
-    report.samples.append(("a at step 400", "To be,\nor *not*"))
-    assert "## a at step 400\n\n    To be,\n    or *not*\n" in as_markdown(report, {})
-
-
 def test_the_screen_shows_the_verdict_and_three_notes(tmp_path):
     """Everything else is behind --verbose: all rows, notes and events, and every pair of runs."""
     a, b = write_run(tmp_path / "a", tokens="a"), write_run(tmp_path / "b", tokens="b", scale=0.97, tokenizer="t2")

@@ -85,8 +85,8 @@ def met() -> Ranks:
 
 
 def scored(model, tokenizer, source, batch_size=7, **options):
-    options |= {"host": met(), "accelerator": Accelerator(cpu=True)}
-    options["host"].connect()
+    options |= {"ranks": met(), "accelerator": Accelerator(cpu=True)}
+    options["ranks"].connect()
     return hellaswag(model, tokenizer, source, batch_size=batch_size, **options)
 
 

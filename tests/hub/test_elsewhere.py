@@ -214,7 +214,7 @@ def test_the_evaluation_harness_by_its_command(folder, used, tmp_path):
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     found = used(COMMAND, "lm_eval", text=json.dumps(rows))
     model, tokenizer = load_checkpoint(folder)
-    processes = {"accelerator": Accelerator(cpu=True), "host": Ranks(60.0)}
+    processes = {"accelerator": Accelerator(cpu=True), "ranks": Ranks(60.0)}
     ours = hellaswag(model, tokenizer, str(tmp_path / "rows.jsonl"), batch_size=8, **processes)
     assert ours["cropped"] == 0 and 0 < ours["accuracy"] < 1
     assert (found["acc,none"], found["acc_stderr,none"]) == pytest.approx((ours["accuracy"], ours["accuracy_stderr"]))
