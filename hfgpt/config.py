@@ -287,7 +287,7 @@ class PretrainConfig:
             return self.max_steps
         if self.max_tokens is not None:
             return max(1, self.max_tokens // batch.tokens_per_step)
-        assert self.num_train_epochs is not None
+        assert self.num_train_epochs is not None  # noqa: S101
         if epoch_blocks is None:
             raise UserError(
                 f"num_train_epochs={self.num_train_epochs}: the length of streamed text is not known in advance; "

@@ -457,6 +457,7 @@ def test_commands_end_in_one_line(sound, monkeypatch):
     monkeypatch.setattr("hfgpt.hub.verify.subprocess.run", in_this_process)
     monkeypatch.setattr("sys.stdin", io.StringIO("text"))
     monkeypatch.setattr("hfgpt.hub.push.check_access", lambda repository: "no token")
+    monkeypatch.setattr("hfgpt.retry.time.sleep", lambda seconds: None)  # there is no Hub, however long one waits
     faults = Faults()
     a_command_ends(sound, faults, monkeypatch)
     assert not faults, f"\n{faults}"

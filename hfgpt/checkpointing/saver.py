@@ -39,7 +39,7 @@ class Saver:
             except Exception as error:
                 self._outcome = error
 
-        assert self._thread is None, "the last checkpoint was not collected"
+        assert self._thread is None, "the last checkpoint was not collected"  # noqa: S101
         self._thread = threading.Thread(target=work, name=f"checkpoint-{step}")
         self._thread.start()
 

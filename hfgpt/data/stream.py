@@ -78,7 +78,7 @@ def join_batches(parts: Sequence[StepBatch]) -> StepBatch:
 def merge_positions(positions: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the whole position from those of all processes in the order of ranks. It loads on any world size."""
     if "streams" not in positions[0]:
-        assert all(position == positions[0] for position in positions), positions
+        assert all(position == positions[0] for position in positions), positions  # noqa: S101
         return positions[0]
     return {"streams": [cursor for position in positions for cursor in position["streams"]]}
 

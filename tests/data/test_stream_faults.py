@@ -204,7 +204,7 @@ def test_a_run_killed_twice_under_faults_trains_on_the_same_text_as_one_left_alo
 def test_text_that_stays_away_ends_all_processes_with_a_checkpoint(repositories, tmp_path):
     gone = []
     with HubServer(repositories, faults=lambda *_: "500" if gone else None) as hub:
-        run = fineweb(TWO, tmp_path / "run", hub, tmp_path, "--stream_timeout", "1", "--save_steps", "100000")
+        run = fineweb(TWO, tmp_path / "run", hub, tmp_path, "--stream_timeout", "15", "--save_steps", "100000")
         run.wait_for_steps(3)
         gone.append(True)
         said = run.end(seconds=200)
