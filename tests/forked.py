@@ -8,6 +8,7 @@ the process that only imports.
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing
 import os
 import runpy
@@ -101,6 +102,14 @@ def _end_with(parent) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def _read_hub_settings_again() -> None:
+    """Hugging Face reads its environment when imported, which was before the fork."""
+    for name in ("huggingface_hub.constants", "datasets.config"):
+        if name in sys.modules:
+            importlib.reload(sys.modules[name])
+    sys.modules["huggingface_hub.hf_api"].api.endpoint = sys.modules["huggingface_hub.constants"].ENDPOINT
+
+
 def _python(arguments: list[str], env: dict[str, str], files: tuple[int, int], cwd: str | None) -> None:
     os.setsid()
     threading.Thread(target=_end_with, args=[multiprocessing.parent_process()], daemon=True).start()
@@ -110,6 +119,7 @@ def _python(arguments: list[str], env: dict[str, str], files: tuple[int, int], c
     os.chdir(cwd or ".")
     os.environ.clear()
     os.environ.update(env)
+    _read_hub_settings_again()
     np.random.seed()  # the other generators are made anew with a fork, or the same in every process
     multiprocessing.set_start_method(None, force=True)  # its own children are begun as ever
     if arguments[0] == "-m":

@@ -17,8 +17,9 @@ import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from forked import FORK, completed
 from hub_server import API, FILES, Faults, HubServer
-from running import ALONE, FORKED, TWO, Run
+from running import FORKED, TWO, Run
 
 from hfgpt import retry
 from hfgpt.checkpointing.checkpoint import find_damage
@@ -90,10 +91,10 @@ def repositories():
 def read(hub, tmp_path, dataset="user/fineweb", environment=None, **settings):
     """What the client printed."""
     name = {"dataset_name": "sample-10BT"} if dataset == "user/fineweb" else {}
-    done = subprocess.run(
-        [sys.executable, "-c", CLIENT, json.dumps({"dataset": dataset, **name, **settings})],
-        capture_output=True,
-        text=True,
+    (client := tmp_path / "client.py").parent.mkdir(exist_ok=True)
+    client.write_text(CLIENT)
+    done = completed(
+        [FORK, str(client), json.dumps({"dataset": dataset, **name, **settings})],
         timeout=200,
         env={**os.environ, **hub.environment(tmp_path / "home"), "HF_HUB_DOWNLOAD_TIMEOUT": "1", **(environment or {})},
     )
@@ -176,11 +177,11 @@ def fineweb(launcher, folder, hub, tmp_path, *flags) -> Run:
 @pytest.mark.slow
 def test_a_run_killed_twice_under_faults_trains_on_the_same_text_as_one_left_alone(repositories, tmp_path):
     with HubServer(repositories) as hub:
-        whole = fineweb(ALONE, tmp_path / "whole", hub, tmp_path, "--max_steps", "30")
+        whole = fineweb(FORKED, tmp_path / "whole", hub, tmp_path, "--max_steps", "30")
         whole.end()
     with HubServer(repositories, faults=Faults(0.2, ["reset", "short", "500"], 5)) as hub:
         for _ in range(2):
-            run = fineweb(ALONE, tmp_path / "killed", hub, tmp_path, "--resume_from_checkpoint", "latest")
+            run = fineweb(FORKED, tmp_path / "killed", hub, tmp_path, "--resume_from_checkpoint", "latest")
             run.wait_for_steps(8)
             run.wait_for((run.folder / "checkpoint-latest").exists)
             run.process.send_signal(signal.SIGKILL)
@@ -188,7 +189,7 @@ def test_a_run_killed_twice_under_faults_trains_on_the_same_text_as_one_left_alo
             hub.push("datasets/user/fineweb", {"sample/10BT/008_00000.parquet": parquet(documents(900, 30))})
         last = max(record["step"] for record in run.records())
         steps = ["--max_steps", str(max(last + 5, 30))]
-        run = fineweb(ALONE, tmp_path / "killed", hub, tmp_path, "--resume_from_checkpoint", "latest", *steps)
+        run = fineweb(FORKED, tmp_path / "killed", hub, tmp_path, "--resume_from_checkpoint", "latest", *steps)
         said = run.end()
         assert run.process.returncode == 0, said
         assert run.ledger()[:30] == whole.ledger()
@@ -221,7 +222,7 @@ def test_text_that_stays_away_ends_all_processes_with_a_checkpoint(repositories,
 def test_a_stop_does_not_wait_for_a_text_that_stays_away(repositories, tmp_path):
     gone = []
     with HubServer(repositories, faults=lambda *_: "500" if gone else None) as hub:
-        run = fineweb(ALONE, tmp_path / "run", hub, tmp_path, "--save_steps", "100000")
+        run = fineweb(FORKED, tmp_path / "run", hub, tmp_path, "--save_steps", "100000")
         run.wait_for_steps(3)
         gone.append(True)
         run.wait_for(lambda: "trying again" in run.errors.read_text() or "retrying" in run.errors.read_text())
