@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from forked import FORK, completed
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hfgpt.data.tokenization import load_tokenizer, save_tokenizer
@@ -19,17 +20,12 @@ RECIPES = sorted(path.stem for path in (ROOT / "recipes").glob("*.py"))
 TINY = '{"n_layer": 2, "n_head": 2, "n_embd": 32, "n_positions": 64}'
 
 
-def launch(recipe: str, *flags: str, config: str | None = "cpu") -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "accelerate.commands.launch"]
+def launch(recipe: str, *flags: str, config: str | None = "cpu", python: str = FORK) -> subprocess.CompletedProcess:
+    command = [python, "-m", "accelerate.commands.launch"]
     if config:
         command += ["--config_file", str(ROOT / "accelerate_configs" / f"{config}.yaml")]
-    return subprocess.run(
-        [*command, str(ROOT / "recipes" / f"{recipe}.py"), *flags],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, "ACCELERATE_USE_CPU": "true"},
-    )
+    command += [str(ROOT / "recipes" / f"{recipe}.py"), *flags]
+    return completed(command, {**os.environ, "ACCELERATE_USE_CPU": "true"}, timeout=300)
 
 
 @pytest.mark.slow
@@ -40,7 +36,9 @@ def test_recipe_runs_two_steps_and_its_checkpoint_loads_elsewhere(recipe, tmp_pa
     flags += ["--per_device_train_batch_size", "4"]
     if recipe.startswith("fineweb"):
         flags += ["--tokenizer", "bpe-300", "--tokens_per_step", "1024", "--streaming", "true"]
-    done = launch(recipe, *flags, config=None if recipe == "quickstart" else "cpu")
+    is_quickstart = recipe == "quickstart"  # which is run just as a user starts it
+    config, python = (None, sys.executable) if is_quickstart else ("cpu", FORK)
+    done = launch(recipe, *flags, config=config, python=python)
     assert done.returncode == 0, done.stderr
     for said in ("x accumulation", "expected", "compile  off", "checkpoint-2", "parameters"):
         assert said in done.stdout
@@ -65,7 +63,9 @@ def test_a_compiled_run_resumes_bit_for_bit_and_without_the_compiler_nearly_so(t
         ("eager", "false", from_step_2),
     ):
         folder = str(tmp_path / name)
-        done = launch("shakespeare_char", *flags, "--torch_compile", compiled, "--output_dir", folder, *resume)
+        flags_here = ["--torch_compile", compiled, "--output_dir", folder, *resume]
+        python = sys.executable if compiled == "true" else FORK
+        done = launch("shakespeare_char", *flags, *flags_here, python=python)
         assert done.returncode == 0, done.stderr
         lines = map(json.loads, (tmp_path / name / "metrics.jsonl").read_text().splitlines())
         losses[name] = {line["step"]: line["loss"] for line in lines if "loss" in line}

@@ -82,9 +82,10 @@ def assert_same(one, other, tolerance=2e-5):
 @pytest.mark.parametrize("optim", ["adamw", "muon"])
 def test_one_process_two_and_two_that_share_the_model_are_one_run(launch, optim):
     """8 blocks x 2 on one process are 4 x 2 on two."""
-    flags, python = ["--optim", optim], sys.executable if optim == "adamw" else FORK
-    one = launch("one", "one", "--per_device_train_batch_size", "8", *flags, python=python)
+    flags = ["--optim", optim]
+    one = launch("one", "one", "--per_device_train_batch_size", "8", *flags)
     for kind in ("ddp", "fsdp2") if optim == "adamw" else ("fsdp2",):
+        python = sys.executable if kind == "ddp" else FORK  # once as a user starts it
         two = launch(kind, kind, "--per_device_train_batch_size", "4", *flags, python=python)
         assert_same(one, two, tolerance=2e-5 if optim == "adamw" else 4e-3)  # Muon rounds its updates to bf16
         held = [tuple(map(int, (two / f"held.{rank}").read_text().split())) for rank in (0, 1)]
