@@ -184,7 +184,7 @@ def test_a_passing_fault_ends_in_one_complete_commit(folder, client, verified, k
 
 
 def test_a_server_that_does_not_answer_is_tried_again(folder, client, verified, monkeypatch):
-    monkeypatch.setattr(hub, "TRY_SECONDS", 1.0)
+    monkeypatch.setattr(hub, "TRY_SECONDS", 4.0)
     with HubServer({}, token=TOKEN, faults=Faults(1, ["stall"], on="POST .*/(create|commit)")) as server:
         client(server)
         hub.push(folder, "me/tiny")
