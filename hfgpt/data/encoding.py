@@ -120,7 +120,7 @@ class Encoder:
         return [] if self._characters is None else sorted(set(text) - self._characters.keys())
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
-        """Return the ids of `documents`."""
+        """Return the ids of texts as documents."""
         return [document.ids for document in self.documents(texts)]
 
     def documents(self, texts: list[str]) -> list[Document]:
