@@ -35,7 +35,7 @@ class Document(NamedTuple):
 
 
 def make_repeatable(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
-    """Switch off what a tokenizer.json may have left on: dropout of merges, truncation, padding. In place."""
+    """Switch off, in place, what a tokenizer.json may have left on: dropout of merges, truncation, padding."""
     backend = tokenizer.backend_tokenizer
     backend.no_truncation()
     backend.no_padding()

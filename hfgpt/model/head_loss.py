@@ -21,7 +21,7 @@ SOFTMAX_ROWS = 128  # tokens whose softmax exists at a time in evaluation; likew
 def head_loss(x_NC: Tensor, weight_VC: Tensor, target_N: Tensor, chunk_size: int | None = None) -> Tensor:
     """Return the summed negative log-likelihood in nats of the targets, a float32 scalar. Targets of -100 are ignored.
 
-    With `chunk_size`, the logits of at most so many tokens exist at a time.
+    With `chunk_size`, the logits of at most that many tokens exist at a time.
     """
     if chunk_size is None or x_NC.shape[0] <= chunk_size:
         return _unchunked_loss(x_NC, weight_VC, target_N)

@@ -208,7 +208,7 @@ def complete(run: TrainingRun) -> None:
 
 
 def stop(run: TrainingRun, fault: Exception) -> NoReturn:
-    """Save, and raise RunError that says how to continue. Call on all processes."""
+    """Save, and raise RunError, which says how to continue. Call on all processes."""
     finish(run, fault=str(fault))
     step = run.progress.step
     lost = f"; step {step} is not saved" if run.saver.failures else ""
