@@ -112,7 +112,7 @@ def _not_finite(run: PastRun) -> list[str]:
             f"the loss is not finite in {len(steps)} records from step {min(steps)} on{last}; these are skipped"
         )
     if skipped := [event.get("step") for event in run.events if event.get("event") == "skip_step"]:
-        notes.append(f"training skipped {len(skipped)} steps that were not finite, from step {skipped[0]} on")
+        notes.append(f"training skipped steps that were not finite: {len(skipped)}, the first is step {skipped[0]}")
     return notes
 
 
