@@ -215,7 +215,7 @@ class PretrainConfig:
         return config
 
     def is_stated(self, key: str) -> bool:
-        """Whether the user set this key, rather than the recipe or the library."""
+        """Return whether the user set this key, rather than the recipe or the library."""
         return self.stated is None or key in self.stated
 
     def without(self, error: UserError) -> PretrainConfig:
@@ -243,14 +243,14 @@ class PretrainConfig:
 
     @classmethod
     def of_run(cls, settings: dict[str, Any]) -> PretrainConfig:
-        """The recorded settings of a run, without the split of its steps, which depends on the number of processes."""
+        """Read the recorded settings of a run, without the split of its steps, which depends on the processes."""
         unsplit = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": None, "tokens_per_step": None}
         return cls.from_layers(settings, unsplit)
 
     def batch(self, processes: int) -> Batch:
         """Split one step over `processes`. With an "auto" micro-batch, the split has micro-batches of one block.
 
-        Raises UserError that lists sizes that fit if the step cannot be split evenly.
+        Raises UserError, with a list of sizes that fit, if the step cannot be split evenly.
         """
         micro_batch = 1 if isinstance(self.per_device_train_batch_size, str) else self.per_device_train_batch_size
         per_pass = micro_batch * self.sequence_length * processes
@@ -296,7 +296,7 @@ class PretrainConfig:
         return max(1, round(self.num_train_epochs * epoch_blocks / batch.blocks_per_step))
 
     def end_learning_rate(self) -> float:
-        """Learning rate after the decay."""
+        """Return the learning rate after the decay."""
         return 0.1 * self.learning_rate if self.min_learning_rate is None else self.min_learning_rate
 
     def hub_repo_id(self) -> str:

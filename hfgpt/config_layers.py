@@ -142,7 +142,7 @@ def merge_layers(cls: type[PretrainConfig], layers: list[Layer], recipe: list[La
 def _give_way(
     cls: type[PretrainConfig], merged: dict[str, Any], stated: frozenset[str], recipe: dict[str, Any]
 ) -> dict[str, GaveWay]:
-    """Change values in `merged` that the user did not set until they fit those that the user did.
+    """Change values in `merged` that the user did not set until they fit those that the user set.
 
     A problem's text names the settings that conflict; the first of them that the user did not set gets another value.
     Problems of the recipe alone remain.
@@ -220,7 +220,7 @@ def _is_local(dataset: str) -> bool:
 
 
 def _exists(path: str) -> bool:
-    """Whether there is such a file or folder. Impossible names are reported where settings are checked."""
+    """Return whether the file or folder exists. Impossible names are reported when settings are checked."""
     try:
         return Path(path).expanduser().exists()
     except (OSError, ValueError, RuntimeError):
@@ -228,5 +228,5 @@ def _exists(path: str) -> bool:
 
 
 def _has_tokenizer(init_from: str) -> bool:
-    """Whether these weights come with a tokenizer. Hub repositories are assumed to have one."""
+    """Return whether these weights come with a tokenizer. Hub repositories are assumed to have one."""
     return not _exists(init_from) or has_tokenizer(Path(init_from).expanduser())

@@ -38,7 +38,7 @@ def first_line(error: BaseException) -> str:
 
 
 def message(error: BaseException) -> str:
-    """Return the first line of an exception's message, or its type where it has none."""
+    """Return the first line of an exception's message, or its type if it has none."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 

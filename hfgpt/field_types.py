@@ -25,7 +25,7 @@ LARGEST_YAML_BYTES = 2**16  # beyond which reading takes seconds
 
 
 def convert(value: Any, hint: Any) -> Any:
-    """Return `value` (text from a command line, or YAML) as the type `hint`. Raises ValueError where it is not one."""
+    """Return `value` (text from a command line, or YAML) as the type `hint`. Raises ValueError if it is not one."""
     origin, options = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         is_mapping = isinstance(value, str) and value.lstrip().startswith("{")
@@ -70,14 +70,14 @@ def convert(value: Any, hint: Any) -> Any:
 
 
 def duration(seconds: float) -> str:
-    """Format as `1:02:03` or `5 days, 1:02:03`; what no clock shows is `over 1000 years`."""
+    """Format as `1:02:03` or `5 days, 1:02:03`; anything longer, or not a number, is `over 1000 years`."""
     if not seconds < 1000 * 365.25 * 86400:
         return "over 1000 years"
     return str(timedelta(seconds=round(seconds)))
 
 
 def _whole(value: Any) -> int:
-    """Return the whole number that `value` is, exactly: 1e9, 1.5e3 and 9_007_199_254_740_993 are ones too."""
+    """Return `value` as an exact whole number; 1e9, 1.5e3 and 9_007_199_254_740_993 are whole numbers too."""
     if not abs(float(value)) <= WHOLE_BELOW:
         raise ValueError
     try:
@@ -116,7 +116,7 @@ _SHORT.maxstring = _SHORT.maxother = 100
 
 
 class YamlSettings(yaml.SafeLoader):
-    """YAML in which no key stands twice: the first would be lost in silence."""
+    """YAML that rejects duplicate keys, of which all but the last would silently be lost."""
 
     def compose_mapping_node(self, anchor: Any) -> Any:
         node = super().compose_mapping_node(anchor)
@@ -129,7 +129,7 @@ class YamlSettings(yaml.SafeLoader):
 def read_yaml(path: str) -> dict[str, Any]:
     """Return the `key: value` lines of a settings file, with numbers as text, as a command line has them.
 
-    YAML alone would make 1.1 of the name 1.10 and 8 of 010. Raises UserError for what is no such file.
+    Plain YAML would turn the name 1.10 into 1.1, and 010 into 8. Raises UserError for anything else.
     """
     if not path:
         raise UserError("config: no file is named; give --config FILE.yaml")
@@ -141,7 +141,7 @@ def read_yaml(path: str) -> dict[str, Any]:
     try:
         size = name.stat().st_size
         if size > LARGEST_YAML_BYTES:
-            raise UserError(f"{where}: {size:,} bytes are no file of settings; name an existing YAML file")
+            raise UserError(f"{where}: {size:,} bytes are too many for a settings file; name another YAML file")
         loader = YamlSettings(read_text_file(name))
         root = loader.get_single_node()
         for _, node in root.value if isinstance(root, yaml.MappingNode) else []:
@@ -157,7 +157,7 @@ def read_yaml(path: str) -> dict[str, Any]:
     except RecursionError:
         raise UserError(f"{where}: nested too deeply; must hold `key: value` lines") from None
     except (ValueError, OverflowError):  # thousands of digits
-        raise UserError(f"{where}: holds a number or date that cannot be") from None
+        raise UserError(f"{where}: holds an impossible number or date") from None
     if content is None:
         return {}
     if not isinstance(content, dict):

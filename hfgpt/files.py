@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def local_path(text: str) -> str:
-    """Replace `~` and `$NAME` as a shell does. Raises ValueError, which says why, for what cannot name a file.
+    """Replace `~` and `$NAME` as a shell does. Raises ValueError, which says why, if that cannot name a file.
 
     A file whose name really has these characters is found by it.
     """
@@ -36,12 +36,12 @@ def local_path(text: str) -> str:
 
 
 def read_text_file(path: Path) -> str:
-    """Read a regular file: a pipe might never end. Raises OSError, or ValueError where it is not UTF-8."""
+    """Read a regular file: a pipe might never end. Raises OSError, or ValueError if it is not UTF-8."""
     if path.exists() and not path.is_file():
         raise OSError(errno.EINVAL, "it is not a regular file", str(path))
     return path.read_text(encoding="utf-8")
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Whether a folder has the files of a tokenizer."""
+    """Return whether a folder has the files of a tokenizer."""
     return any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json"))

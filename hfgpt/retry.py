@@ -1,4 +1,4 @@
-"""Calls over the network that are tried again while the way there, or the server, fails."""
+"""Network calls that are retried while the connection or the server is failing."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ def retry(
 def deadline(seconds: float, shown_seconds: float | None = None) -> Iterator[None]:
     """Raise TimeoutError inside if it takes longer than `seconds`.
 
-    Also in a slow trickle of bytes that never exceeds a client's own time-out. 0 means no limit, and a thread other
-    than the main one has none.
+    This also catches a slow trickle of bytes that never trips a client's own timeout. 0 means no limit, and a thread
+    other than the main one has none.
     """
     if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
         yield

@@ -1,4 +1,4 @@
-"""Standard output and standard error that cannot be written: no reason to end a training run."""
+"""Keep a training run going when standard output or standard error cannot be written."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class SafeStream:
             lost[self._name] = reason
             atexit.register(self._discard)
         if self._must_write:
-            self._must_write = False  # said once
+            self._must_write = False  # report it once
             if isinstance(error, BrokenPipeError):
                 raise SystemExit(BROKEN_PIPE)
             raise RunError(f"{self._name} cannot be written: {reason}")
@@ -109,7 +109,7 @@ def safe() -> Iterator[None]:
 
 
 def _occupy(number: int) -> None:
-    """Open a closed descriptor of standard input or output on nothing, so that no other file is taken for it."""
+    """Open a closed descriptor of standard input or output on /dev/null, so that no other file gets its number."""
     try:
         os.fstat(number)
     except OSError:

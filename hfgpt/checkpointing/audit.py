@@ -60,7 +60,7 @@ def audit(folder: str | Path) -> dict[str, Any]:
         "steps": len(steps),
         "steps_as_recorded": same,
         "tokens": same * plan["tokens_per_step"],
-        # A text in memory is one run of tokens without single documents, of which the hash says everything.
+        # A text in memory is one run of tokens without separate documents, so its hash says everything.
         "documents": seen.count if seen else None,
         "epochs_completed": seen.epochs_completed if seen else None,
         "validation_documents": data.validation_documents if seen else None,
@@ -102,7 +102,7 @@ def _last_step(run: RunFolder) -> int:
 
 
 class _SeenDocuments:
-    """Which documents of a document stream the steps had."""
+    """Keeps track of the documents that the steps of a document stream used."""
 
     def __init__(self, stream: DocumentStream) -> None:
         self._source = stream.source
@@ -128,7 +128,7 @@ class _SeenDocuments:
         self.skipped.update(batch.skipped)
 
     def check(self) -> dict[str, Counter[str]]:
-        """Count what is wrong with the documents, by kind and by unit and epoch. All units are read again."""
+        """Count what is wrong with the documents, by kind and by unit and epoch. Reads all units again."""
         source = self._source
         everything = dataclasses.replace(source, exclude=frozenset())
         repeated, missing, leaked = Counter[str](), Counter[str](), Counter[str]()

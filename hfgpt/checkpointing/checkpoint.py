@@ -73,7 +73,7 @@ def refuse_existing(folder: Path) -> None:
 
 
 def _write_temporary(final: Path, write: Callable[[Path], None]) -> Path:
-    """Return the folder that is to become `final`, filled by `write`, with its manifest, synced to disk."""
+    """Let `write` fill a temporary folder for `final`, add its manifest, sync it to disk, and return it."""
     temporary = final.with_name(f".{final.name}.tmp")
     _remove(temporary)
     try:
@@ -110,9 +110,9 @@ def link(run: RunFolder, name: str, folder: Path) -> bool:
 
 
 def rewind_run(run: RunFolder, checkpoint: Path | None, step: int, keep: int | None) -> None:
-    """Drop what the run's folder holds of later steps than `step`, where it resumes from `checkpoint` (None: starts).
+    """Set the run folder back to `step`, from which the run resumes with `checkpoint` (None: it starts at step 1).
 
-    Also makes up for a link or a rotation that is missing because the process was killed before it.
+    Also makes the link or does the rotation that a killed process left undone.
     """
     own = [folder for folder in run.checkpoints() if checkpoint and folder.samefile(checkpoint)]
     if checkpoint and not own:
@@ -148,7 +148,7 @@ def rotate(run: RunFolder, newest: Path, keep: int | None) -> None:
 
 
 def _remove(folder: Path) -> None:
-    """Delete a folder under another name, so that no partly deleted one is taken for a checkpoint."""
+    """Delete a folder under another name, so that a partly deleted one is not taken for a checkpoint."""
     if folder.exists() and not folder.is_symlink():
         renamed = folder.with_name(f".{folder.name.strip('.')}.removed")
         remove(renamed)
@@ -157,7 +157,7 @@ def _remove(folder: Path) -> None:
 
 
 def find_damage(folder: Path, required: Sequence[str] = REQUIRED) -> str | None:
-    """Compare a checkpoint folder with its manifest; None if it is complete and has the `required` files."""
+    """Return what is wrong with a checkpoint folder; None if it matches its manifest and has the `required` files."""
     try:
         files = json.loads(read_text_file(folder / MANIFEST))["files"]
         for name in required:
@@ -213,11 +213,11 @@ def find_checkpoint(run: RunFolder, wanted: str) -> Path | None:
 
 
 def _find_latest(run: RunFolder) -> Path | None:
-    """Return the run's newest complete checkpoint, or None, with a warning for each newer one that is not complete."""
+    """Return the newest checkpoint of the run that can be used, or None. Warns of each newer one."""
     for folder in run.checkpoints():
         if (problem := find_damage(folder) or _find_mismatch(folder, run.run_id())) is None:
             return folder
-        logger.warning("%s is not used: %s", folder, problem)
+        logger.warning("%s is skipped (%s); trying the checkpoint before it", folder, problem)
     if run.checkpoints():
         raise UserError(
             f"resume_from_checkpoint=latest: no complete checkpoint in {run.path}; start again in another output_dir"
@@ -235,11 +235,11 @@ def _find_mismatch(folder: Path, run_id: str | None) -> str | None:
         return str(error)
     if folder.name != f"checkpoint-{state['step']}":
         return f"it is a copy of checkpoint-{state['step']}"
-    return None if run_id in (None, state["run_id"]) else "it is of another run"
+    return None if run_id in (None, state["run_id"]) else "it belongs to another run"
 
 
 def file_facts(path: Path) -> dict[str, Any]:
-    """Return the size in bytes and hash, as in a manifest."""
+    """Return the size of a file in bytes and its hash, as a manifest states them."""
     digest = xxhash.xxh3_128()
     with open(path, "rb") as file:
         while chunk := file.read(1 << 24):

@@ -4,7 +4,7 @@
       run.json              written at start: config, model, plan, versions, device, data fingerprint, run_id
       metrics.jsonl         a line per training, evaluation and event record
       ledger.jsonl          a line per step: which text went into it
-      evaluations.jsonl     what was measured of its checkpoints later
+      evaluations.jsonl     later evaluations of its checkpoints
       traceback.txt         of a crash; traceback-process-1.txt of another process
       .lock                 held by the process that trains here
       checkpoint-1000/      a Hub model folder that is also the point to resume from
@@ -167,7 +167,7 @@ class RunFolder:
             raise self._not_writable(error.strerror) from None
         existing = next(path for path in (place, *place.parents) if os.path.lexists(path))
         if not (existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)):
-            raise self._not_writable(f"{existing} is no folder, or cannot be written")
+            raise self._not_writable(f"{existing} is not a folder, or cannot be written")
 
     def _not_writable(self, problem: str | None) -> UserError:
         return UserError(f"output_dir={self.path}: {problem}; name a folder that can be written")
@@ -212,7 +212,7 @@ class RunFolder:
                 f"output_dir={self.path}: another run is using it ({holder}); name another folder, or stop that run"
             ) from None
         except OSError as error:  # not every file system has locks
-            logger.warning("%s cannot be locked (%s): start no second run in it", self.path, error.strerror)
+            logger.warning("%s cannot be locked (%s): do not start a second run in it", self.path, error.strerror)
 
     def start(self, facts: dict[str, Any]) -> None:
         """Create the folder and write run.json. Raises UserError if that fails."""
@@ -248,12 +248,15 @@ class RunFolder:
                 if file.tell():
                     file.seek(-1, os.SEEK_END)
                     line = line if file.read(1) == b"\n" else b"\n" + line  # the last write was interrupted
-                file.write(line)  # at the end in one go, wherever the file is read
+                file.write(line)  # one write, at the end of the file wherever it was read
         except OSError as error:
-            raise UserError(f"{self.evaluations}: cannot be written ({error.strerror}); nothing was recorded") from None
+            raise UserError(
+                f"{self.evaluations}: cannot be written ({error.strerror}), so nothing was recorded; fix that and "
+                "evaluate again"
+            ) from None
 
     def rewind(self, step: int) -> None:
-        """Drop the records of later steps, which the resumed run makes again, and incomplete lines.
+        """Drop incomplete lines, and the records of later steps, which the resumed run writes again.
 
         Later checkpoints are renamed, so that none of them counts as the newest. Unfinished ones are deleted.
         """
@@ -298,4 +301,4 @@ class RunFolder:
             lines.clear()
         except OSError as error:
             if len(lines) == 1:
-                logger.warning("%s cannot be written (%s); its lines are kept until it can", path, error.strerror)
+                logger.warning("%s cannot be written (%s); its lines are kept and written later", path, error.strerror)

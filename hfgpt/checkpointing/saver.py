@@ -46,8 +46,8 @@ class Saver:
     def collect(self, wait: bool = False) -> Path | Exception | None:
         """Return, once, the folder of the last checkpoint, or the exception that ended it.
 
-        None if there is none, or it is still being written and `wait` is false. Raises RunError at the last failure in
-        a row that is allowed.
+        None if there is none, or it is still being written and `wait` is false. Raises RunError once `max_failures`
+        checkpoints in a row have failed.
         """
         if self._thread is None or (self._thread.is_alive() and not wait):
             return None
@@ -58,6 +58,6 @@ class Saver:
             newest = next((path.name for path in self.run.checkpoints()), "none")
             raise RunError(
                 f"checkpoints could not be written {self.failures} times in a row in {self.run.path} (newest there: "
-                f"{newest}; allowed by max_failed_saves): {outcome}"
+                f"{newest}; limit: max_failed_saves): {outcome}"
             )
         return outcome

@@ -39,12 +39,12 @@ def snapshot(model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> dict[s
     To be called on all processes; the main process gets the tensors.
     """
     if isinstance(model, FSDPModule):
-        model.reshard()  # an evaluation leaves parameters gathered, which are not the optimizer's
+        model.reshard()  # evaluation leaves parameters gathered; the optimizer knows the sharded ones
     whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
     state: Any = get_optimizer_state_dict(model, optimizer, options=whole).get("state", {})
     weights: Any = get_model_state_dict(model, options=whole)
     if model.config.tie_word_embeddings:
-        weights.pop("lm_head.weight", None)  # is the embedding's
+        weights.pop("lm_head.weight", None)  # the embedding's
     # Copied, as a state dict on the CPU shares its memory with the model that training changes.
     copies = {"weights": weights, "optimizer": _flat(state)}
     return {
@@ -94,7 +94,7 @@ def load_model_and_optimizer(
 
 
 def _read_tensors(folder: Path, model: PreTrainedModel, state: dict[str, Tensors]) -> dict[str, Any]:
-    """Return `weights` by parameter name and `optimizer` in the form of `state`, of a checkpoint of the same model."""
+    """Read a checkpoint of the same model: `weights` by parameter name, `optimizer` in the form of `state`."""
     where = f"resume_from_checkpoint={folder}"
     try:
         config = json.loads(read_text_file(folder / "config.json"))
@@ -117,6 +117,6 @@ def _read_tensors(folder: Path, model: PreTrainedModel, state: dict[str, Tensors
 
 
 def _find_differing(there: Mapping[str, torch.Tensor], here: Mapping[str, torch.Tensor]) -> list[str]:
-    """Return the first three names that only one side has, or with another shape or type."""
+    """Return the first three names that only one side has, or whose shape or type differs."""
     forms = [{name: (value.shape, value.dtype) for name, value in side.items()} for side in (here, there)]
     return [name for name in {**here, **there} if forms[0].get(name) != forms[1].get(name)][:3]

@@ -25,11 +25,11 @@ def compare(
         typer.Option(
             "--tokens_per_step",
             parser=whole(),
-            help="Of logs that do not say: one for all, or repeated, one for each log.",
+            help="For logs that do not state it: one for all, or repeated, one for each log.",
         ),
     ] = None,
     verbose: Annotated[
-        bool, typer.Option("--verbose", help="Print all rows and notes, and compare each run with each other.")
+        bool, typer.Option("--verbose", help="Print all rows and notes, and compare every pair of runs.")
     ] = False,
     is_json: AsJson = False,
 ) -> None:

@@ -27,13 +27,14 @@ def evaluate(
     dataset: Annotated[
         str | None, Option("--dataset", parser=path_or_id, help="File, folder, glob, Hub id or embedded.")
     ] = None,
-    task: Annotated[Literal["hellaswag"] | None, Option("--task", help="Instead of a text.")] = None,
+    task: Annotated[Literal["hellaswag"] | None, Option("--task", help="Score a task instead of a text.")] = None,
     dataset_name: Annotated[str | None, Option("--dataset_name", help="Configuration of a Hub set.")] = None,
     dataset_split: Annotated[str, Option("--dataset_split", help="Split of a Hub set.")] = "train",
     dataset_revision: Annotated[str | None, Option("--dataset_revision", help="Commit, tag, branch.")] = None,
     text_column: Annotated[str, Option("--text_column", help="Column that holds the text.")] = "text",
     sequence_length: Annotated[
-        int | None, Option("--sequence_length", parser=whole(1), help="Of a window; default: as trained.")
+        int | None,
+        Option("--sequence_length", parser=whole(1), help="Tokens per window; default: the training length."),
     ] = None,
     stride: Annotated[
         int | None, Option("--stride", parser=whole(1), help="Sliding windows: tokens from one to the next.")
@@ -41,14 +42,14 @@ def evaluate(
     by_document: Annotated[
         bool | None, Option("--by_document/--packed", help="Each document on its own, or one after another.")
     ] = None,
-    eval_tokens: Annotated[int | None, Option("--eval_tokens", parser=whole(1), help="Score only so many.")] = None,
-    limit: Annotated[int | None, Option("--limit", parser=whole(1), help="Of a task: first examples.")] = None,
+    eval_tokens: Annotated[int | None, Option("--eval_tokens", parser=whole(1), help="Score only this many.")] = None,
+    limit: Annotated[int | None, Option("--limit", parser=whole(1), help="Of a task: only the first examples.")] = None,
     batch_size: Annotated[
         int, Option("--per_device_eval_batch_size", parser=whole(1, 2**16), help="Sequences per forward pass.")
     ] = 8,
-    mixed_precision: Annotated[Precision, Option("--mixed_precision", help="What to compute in.")] = "no",
-    torch_compile: Annotated[bool, Option("--torch_compile/--eager", help="Changes nothing but time.")] = False,
-    record: Annotated[bool, Option("--record", help="Keep it in the run folder, for the model card.")] = False,
+    mixed_precision: Annotated[Precision, Option("--mixed_precision", help="Precision to compute in.")] = "no",
+    torch_compile: Annotated[bool, Option("--torch_compile/--eager", help="Changes only the speed.")] = False,
+    record: Annotated[bool, Option("--record", help="Record it in the run folder, for the model card.")] = False,
     is_json: AsJson = False,
 ) -> None:
     """Score a text, each token once: loss, perplexity and bits per byte; or a task: hellaswag.
@@ -72,12 +73,18 @@ def evaluate(
 
 
 def _check_options(context: typer.Context, dataset: str | None, task: str | None) -> None:
-    """Raise UserError where there is no text to score, or where an option does not go with what is scored."""
+    """Raise UserError if there is no text to score, or if an option does not apply to what is scored."""
     if task is None and dataset is None:
         raise UserError("dataset: no text is named; give a file, folder, glob, Hub id or embedded, or --task hellaswag")
     unfit = TASK_OPTIONS if task is None else TEXT_OPTIONS
     if wrong := [name for name in unfit if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"]:
-        raise UserError(f"{', '.join(wrong)}: {'only for --task' if task is None else f'not for --task {task}'}")
+        options = {
+            parameter.name: "/".join([*parameter.opts, *parameter.secondary_opts])
+            for parameter in context.command.params
+        }
+        problem = "only used with --task" if task is None else f"cannot be used with --task {task}"
+        fix = "leave it out" if len(wrong) == 1 else "leave them out"
+        raise UserError(f"{', '.join(options[name] for name in wrong)}: {problem}; {fix}")
 
 
 def _evaluate(
@@ -94,15 +101,16 @@ def _evaluate(
         facts = evaluate_checkpoint(checkpoint, measure, precision)
     if rank_and_world_size()[0]:
         return
-    # Record before printing: the pipe that reads the output may be closed.
-    file = record_evaluation(checkpoint, task, facts) if record else None
-    print(as_json(facts) if is_json else as_lines(facts))
+    try:  # record before printing: the pipe that reads the output may be closed
+        file = record_evaluation(checkpoint, task, facts) if record else None
+    finally:  # print a result that cannot be recorded, too
+        print(as_json(facts) if is_json else as_lines(facts))
     if file:
         print(f"recorded in {file}", file=sys.stderr)
 
 
 def replace_compile_values(arguments: list[str]) -> list[str]:
-    """Replace `--torch_compile true` and `--torch_compile false`, as recipes take them, by the flags of `evaluate`."""
+    """Replace `--torch_compile true` and `--torch_compile false`, as in recipes, with the flags of `evaluate`."""
     flags = {"true": "--torch_compile", "false": "--eager"}
     found: list[str] = []
     for argument in arguments:

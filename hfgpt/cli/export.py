@@ -14,7 +14,7 @@ def export(
     checkpoint: Checkpoint,
     folder: NewFolder,
     dtype: Annotated[
-        Literal["float32", "bfloat16", "float16"], Option("--dtype", help="Of the weights in the file.")
+        Literal["float32", "bfloat16", "float16"], Option("--dtype", help="Type of the weights in the file.")
     ] = "float32",
     untie_head: Annotated[bool, Option("--untie_head", help="Store the head's matrix, too.")] = False,
 ) -> None:

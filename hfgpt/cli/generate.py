@@ -24,7 +24,7 @@ def generate(
     num_samples: Annotated[int, Option("--num_samples", parser=whole(), help="Texts per prompt.")] = 1,
     max_new_tokens: Annotated[int, Option("--max_new_tokens", parser=whole(), help="Tokens per text, at most.")] = 200,
     temperature: Annotated[float, Option("--temperature", help="0: the likeliest token.")] = 1.0,
-    top_k: Annotated[int | None, Option("--top_k", parser=whole(), help="From the k likeliest; 0: all.")] = None,
+    top_k: Annotated[int | None, Option("--top_k", parser=whole(), help="Draw from the k likeliest; 0: all.")] = None,
     top_p: Annotated[float | None, Option("--top_p", help="Draw from this much probability.")] = None,
     seed: Annotated[int | None, Option("--seed", parser=whole(), help="Same seed, same texts.")] = None,
     batch_size: Annotated[int, Option("--batch_size", parser=whole(), help="Texts written at a time.")] = 8,
@@ -52,7 +52,7 @@ def generate(
     texts = generation.generate(model, tokenizer, prompts, **options)
     if is_streamed:
         print(prompts[0], end="", flush=True)
-    with out_of_memory_named("in generation", "state a smaller --batch_size, or fewer --max_new_tokens"):
+    with out_of_memory_named("in generation", "use a smaller --batch_size, or fewer --max_new_tokens"):
         for number, text in enumerate(texts):
             given = prompts[number // num_samples]
             if is_json:
@@ -64,10 +64,12 @@ def generate(
 
 
 def _read_standard_input(prompts: Sequence[str]) -> list[str]:
-    """Return the prompts, with standard input in place of each "-"."""
+    """Return the prompts, with standard input in place of "-"."""
     if "-" not in prompts:
         return list(prompts)
     fix = "give a text, or --prompt_file"
+    if prompts.count("-") > 1:
+        raise UserError("prompt -: stands for standard input, which can be read only once; give it once")
     if sys.stdin is None:
         raise UserError(f"prompt -: standard input is closed; {fix}")
     try:

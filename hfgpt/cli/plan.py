@@ -24,7 +24,7 @@ def plan(
         int | None, Option("--sequence_length", parser=whole(), help="Default: the model's.")
     ] = None,
     vocab_size: Annotated[
-        int | None, Option("--vocab_size", parser=whole(1), help="Of the tokenizer; default: 50257.")
+        int | None, Option("--vocab_size", parser=whole(1), help="Rows of the tokenizer; default: 50257.")
     ] = None,
     mixed_precision: Annotated[Precision | None, Option("--mixed_precision", help="Default: auto.")] = None,
     torch_compile: Annotated[
@@ -34,16 +34,16 @@ def plan(
         Literal["true", "false"] | None, Option("--gradient_checkpointing", help="true: recompute the blocks.")
     ] = None,
     optim: Annotated[Literal["adamw", "muon"] | None, Option("--optim", help="Default: adamw.")] = None,
-    processes: Annotated[int | None, Option("--processes", parser=whole(1), help="One on each device.")] = None,
+    processes: Annotated[int | None, Option("--processes", parser=whole(1), help="One per device; default: 1.")] = None,
     fsdp: Annotated[bool, Option("--fsdp", help="Shard parameters and optimizer (FSDP2).")] = False,
-    memory_gib: Annotated[float | None, Option("--memory_gib", parser=number(), help="Of one device.")] = None,
+    memory_gib: Annotated[float | None, Option("--memory_gib", parser=number(), help="GiB of one device.")] = None,
     mfu: Annotated[float | None, Option("--mfu", parser=number(1), help="Fraction of the peak; default: 0.4.")] = None,
     mfu_peak_tflops: Annotated[float | None, Option("--mfu_peak_tflops", help="Peak of one device.")] = None,
     max_tokens: Annotated[
         int | None, Option("--max_tokens", parser=whole(), help="Token budget; default: 10e9.")
     ] = None,
-    price_per_hour: Annotated[float | None, Option("--price_per_hour", parser=number(), help="Of one device.")] = None,
-    watts: Annotated[float | None, Option("--watts", parser=number(), help="That one device draws.")] = None,
+    price_per_hour: Annotated[float | None, Option("--price_per_hour", parser=number(), help="Of a device.")] = None,
+    watts: Annotated[float | None, Option("--watts", parser=number(), help="Power of one device.")] = None,
     measure: Annotated[bool, Option("--measure", help="Take real steps here, with each micro-batch.")] = False,
     output: Annotated[Path | None, Option("--output", parser=path, help="With --measure: a plot, as PNG.")] = None,
     is_json: AsJson = False,
@@ -59,12 +59,14 @@ def plan(
         from hfgpt.planning.benchmark import measure_splits
 
         if wrong := [key for key in settings if key in NOT_MEASURED]:
-            raise UserError(f"{', '.join(wrong)}: no meaning with --measure, which runs on this machine; leave it out")
+            raise UserError(
+                f"{', '.join(wrong)}: cannot be used with --measure, which runs on this machine; leave it out"
+            )
         planned = measure_splits(**settings)
         if output:
             planned.plot(output)
     elif output:
-        raise UserError(f"output={output}: is the plot of --measure; add that, or leave it out")
+        raise UserError(f"output={output}: only --measure draws a plot; add that, or leave it out")
     else:
         from hfgpt.planning.estimate import forecast
 

@@ -15,7 +15,7 @@ from hfgpt.distributed.launcher import rank_and_world_size
 from hfgpt.distributed.stop_signals import Interrupted, StopSignals
 from hfgpt.errors import RunError, UserError, first_line
 
-# How long another process leaves the main process to print an error that both have.
+# How long another process waits for the main process to print an error that both have.
 SECONDS_FOR_MAIN = 10.0
 
 
@@ -23,16 +23,16 @@ def run_recipe(main: Callable[[], Any]) -> None:
     """Run `main` and end the process as users expect: `if __name__ == "__main__": run_recipe(main)`.
 
     Returns when `main` does. UserError: all its problems on one line of stderr, and exit code 2. Any other exception:
-    one line with the cause last, and exit code 1. Its traceback is in the file which that line names, else above it;
-    with HFGPT_DEBUG=1 always above it. Signals: 128 + their number. Of several processes the main process prints errors
-    that all have. Output that cannot be written is dropped.
+    one line with the cause last, and exit code 1. Its traceback is in the file that this line names, or else above it;
+    with HFGPT_DEBUG=1 always above it. Signals: 128 + their number. The main process prints errors that all processes
+    have. Output that cannot be written is dropped.
     """
     safe_output.make_safe()
     _run(main)
 
 
 def run_command(main: Callable[[], Any]) -> None:
-    """Do as `run_recipe`, for a command, which exists for its output: a closed pipe ends it."""
+    """Do as `run_recipe`, but for a command: a closed pipe ends it, as its output is its purpose."""
     safe_output.make_safe(must_write=True)
 
     def run_and_flush() -> None:

@@ -1,4 +1,4 @@
-"""The comparison of runs as one JSON object, which the report is made from."""
+"""The comparison of runs as one JSON object, from which the report is made."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def compare(runs: Sequence[PastRun], all_pairs: bool = False) -> dict[str, Any]:
         "pairs": pairs,
         "notes": [
             *(f"{run.name}: {note}" for run in runs for note in (*run.notes, *_not_finite(run))),
-            *(f"{name}: an MFU above 1 is against the peak of a slower device, or a wrong one" for name in too_high),
+            *(f"{name}: an MFU above 1 means that the peak is that of a slower device, or wrong" for name in too_high),
         ],
     }
 
@@ -46,7 +46,7 @@ def compare(runs: Sequence[PastRun], all_pairs: bool = False) -> dict[str, Any]:
 def summarize(run: PastRun, alike: Sequence[PastRun]) -> dict[str, Any]:
     """Return what is known of one run; the training loss at the end is a mean (see `statistics.window_start`).
 
-    alike: runs on the same tokens; where they end at one step, the mean is over steps that all of them recorded.
+    alike: runs on the same tokens; if they end at the same step, the mean is over steps that all of them recorded.
     """
     summary: dict[str, Any] = {
         key: getattr(run, key) for key in ("name", "path", "kind", "state", "device", "flops_per_token")
@@ -112,12 +112,12 @@ def _not_finite(run: PastRun) -> list[str]:
             f"the loss is not finite in {len(steps)} records from step {min(steps)} on{last}; these are skipped"
         )
     if skipped := [event.get("step") for event in run.events if event.get("event") == "skip_step"]:
-        notes.append(f"training skipped what was not finite in steps: {len(skipped)}, the first is step {skipped[0]}")
+        notes.append(f"training skipped steps that were not finite: {len(skipped)}, the first is step {skipped[0]}")
     return notes
 
 
 def settings_that_differ(runs: Sequence[PastRun]) -> dict[str, dict[str, Any]]:
-    """Return setting -> run -> value, for settings known of at least two runs that do not all have one value."""
+    """Return setting -> run -> value, for settings that are known of at least two runs and differ."""
     found = {}
     for key in dict.fromkeys(key for run in runs for key in run.settings):
         values = {run.name: run.settings[key] for run in runs if key in run.settings}
@@ -127,7 +127,7 @@ def settings_that_differ(runs: Sequence[PastRun]) -> dict[str, dict[str, Any]]:
 
 
 def mfu_against(runs: Sequence[PastRun]) -> list[dict[str, Any]]:
-    """Return the MFU of every run, by its median speed, against every peak that one of them names."""
+    """Return the MFU of every run, by its median speed, against every peak that a run names."""
     peaks = dict.fromkeys((run.newest("peak_tflops"), run.newest("peak_source")) for run in runs)
 
     def of_run(run: PastRun, tflops: float) -> float | None:
@@ -144,9 +144,9 @@ def mfu_against(runs: Sequence[PastRun]) -> list[dict[str, Any]]:
 
 
 def at_equal(runs: Sequence[PastRun], axis: str, alike: Sequence[PastRun]) -> dict[str, Any] | None:
-    """Return the point of `axis` that all runs reach, and each run's losses there; None where one has no such axis.
+    """Return the point of `axis` that all runs reach, and each run's losses there; None if a run lacks the axis.
 
-    alike: runs on the same tokens, of which only steps that all of them recorded count, as in `compare_pair`.
+    alike: runs on the same tokens; only steps that all of them recorded count, as in `compare_pair`.
     """
     ends = [end for run in runs if (end := run.reach(axis)) is not None]
     if len(ends) < len(runs):

@@ -38,7 +38,7 @@ def derive(run: PastRun, tokens_per_step: int | None) -> None:
 
 
 def _use_mfu(run: PastRun) -> None:
-    """Derive FLOPs per token from the MFU, or the number of processes where FLOPs are known: MFU is that of one."""
+    """Derive FLOPs per token from the MFU or, if they are known, the number of processes: MFU is that of one."""
     stated, plan = run.tokens_per_step, run.plan
     known = [(r["mfu"], r["step_seconds"]) for r in run.training if r.get("mfu") and r.get("step_seconds")]
     if not known or not stated:

@@ -49,9 +49,9 @@ _OPERATORS: dict[type, Callable[[float, float], float]] = {
 
 
 def read_log(path: Path, tokens_per_step: int | None = None) -> PastRun:
-    """Read a run from a log file. Raises UserError for a file without a line that is understood.
+    """Read a run from a log file. Raises UserError if no line of it is understood.
 
-    tokens_per_step: used where the log does not have it (`tokens per iteration will be: N`).
+    tokens_per_step: used if the log does not have it (`tokens per iteration will be: N`).
 
     The scripts count from 0: their `iter N: loss` is of the text of update N + 1, so it becomes step N + 1, while
     `step N: ... val loss` is of the model after N updates and stays at N. What a restarted script prints again

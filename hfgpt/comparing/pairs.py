@@ -15,15 +15,16 @@ from hfgpt.comparing.runs import PastRun, number
 from hfgpt.comparing.verdict import explain
 
 AXES = {"steps": "step", "tokens": "num_input_tokens_seen", "FLOPs": "flops", "wall time": "wall_seconds"}
-# How far two runs of the same computation differ by rounding, as a part of the value: in 32 bits, in 16 bits, and in
-# how many first steps. Seen on tiny models: loss 1e-7 and gradient norm 1e-6 in float32, 3e-4 and 3e-3 in bfloat16.
+# How far two runs of the same computation may differ by rounding, relative to the value: limit in 32 bits, limit in 16
+# bits, and for how many first steps they hold. Seen on tiny models: loss 1e-7 and gradient norm 1e-6 in float32, 3e-4
+# and 3e-3 in bfloat16.
 _ROUNDING = {"loss": (1e-4, 2e-3, 20), "grad_norm": (1e-3, 2e-2, 5)}
 # First losses are near ln V. Further apart than this, in nats per token, and the vocabularies differ.
 _FIRST_LOSS_GAP = 0.5
 
 
 def compare_pair(a: PastRun, b: PastRun) -> dict[str, Any]:
-    """Run `b` against run `a`, as one JSON object."""
+    """Compare run `b` with run `a`, and return one JSON object."""
     same = same_tokens(a, b)
     last = same["step"] if same["equal"] or same["step"] is None else same["step"] - 1  # step with the same tokens
     comparable, why_not = loss_per_token_is_comparable(a, b)
@@ -47,7 +48,7 @@ def compare_pair(a: PastRun, b: PastRun) -> dict[str, Any]:
 def same_tokens(a: PastRun, b: PastRun) -> dict[str, Any]:
     """Return whether both saw the same tokens in the same steps, by the batch hashes of their ledgers.
 
-    `equal`: True up to `step`, False from `step` on, None where it is not known; `text` says why.
+    `equal`: True up to `step`, False from `step` on, None if it is not known; `text` says why.
     """
     if a.tokens_per_step and b.tokens_per_step and a.tokens_per_step != b.tokens_per_step:
         why = f"steps of {a.tokens_per_step:,} and {b.tokens_per_step:,} tokens have no hash in common"
@@ -65,11 +66,11 @@ def same_tokens(a: PastRun, b: PastRun) -> dict[str, Any]:
 
 
 def same_result(a: PastRun, b: PastRun, last: int) -> dict[str, Any] | None:
-    """Return whether steps up to `last`, whose text was the same, gave the same; None without a common record.
+    """Return whether the steps up to `last`, on the same text, gave the same result; None without a common record.
 
     In the first steps the two may differ by rounding alone, in loss and gradient norm. Later, rounding has grown: the
-    mean of no tenth, fifth or half of the common steps, nor of the last window, may differ by more than twice the
-    paired band (see `statistics.paired_gap`).
+    mean of each tenth, fifth and half of the common steps, and of the last window, may differ by up to twice the paired
+    band (see `statistics.paired_gap`).
     """
     in_32_bits = all(run.settings.get("mixed_precision") in ("no", None) for run in (a, b))
     early = []
@@ -135,7 +136,9 @@ def _gaps(a: PastRun, b: PastRun, axis: str, same_text: bool) -> dict[str, Any]:
 
 
 def loss_per_token_is_comparable(a: PastRun, b: PastRun) -> tuple[bool, str | None]:
-    """Return whether vocabulary and tokenizer are equal, as far as is known, so that nats compare; and why not."""
+    """Return whether vocabulary and tokenizer are equal as far as is known, so that losses in nats can be compared, and
+    if not, why.
+    """
     for what, one, other in (
         ("vocabulary", a.model.get("vocab_size"), b.model.get("vocab_size")),
         ("tokenizer", a.data.get("tokenizer"), b.data.get("tokenizer")),
@@ -183,7 +186,7 @@ def _on_the_way(runs: Sequence[PastRun], step: float | None) -> dict[str, float]
 
 
 def _speed(a: PastRun, b: PastRun) -> dict[str, Any] | None:
-    """Return how many times as fast `b` is per token, by the medians of the records; None where one has none.
+    """Return how many times as fast `b` is per token, by the medians of the records; None if either has none.
 
     "clear": each median is outside the middle half of the other's records. The speed of a shared machine changes by
     the minute.

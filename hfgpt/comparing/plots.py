@@ -36,8 +36,8 @@ def draw_plots(runs: Sequence[PastRun], comparable: bool = True) -> list[Plot]:
 
     comparable: whether loss per token means the same in all; if not, bits per byte are drawn too.
 
-    Where tokens are not known of all runs, steps are used instead. MFU is drawn against one peak for all runs: the
-    first that one of them names.
+    If the tokens of a run are not known, steps are used instead. MFU is drawn against one peak for all runs: the first
+    that a run names.
     """
     has_tokens = all(run.reach("num_input_tokens_seen") for run in runs)
     main, axis = ("tokens", "num_input_tokens_seen") if has_tokens else ("steps", "step")

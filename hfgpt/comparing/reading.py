@@ -76,7 +76,7 @@ def _make_names_unique(runs: list[PastRun]) -> None:
 
 
 def read_folder(path: Path) -> PastRun:
-    """Read a run folder; broken lines are skipped and counted. Raises UserError where there is no run."""
+    """Read a run folder; broken lines are skipped and counted. Raises UserError if there is no run."""
     folder = RunFolder(path)
     if not (folder.metrics.is_file() or folder.run_json.is_file()):
         inside = sorted(p.name for p in path.iterdir() if RunFolder(p).metrics.is_file())
@@ -171,7 +171,7 @@ def _apply_changes(run: PastRun) -> None:
 
 
 def _flops_per_token(model: dict[str, Any], sequence_length: int | None) -> float | None:
-    """Return the training FLOPs per token of a model of these fields; None where one is missing or impossible."""
+    """Return the training FLOPs per token of a model with these fields; None if one is missing or impossible."""
     fields: Any = SimpleNamespace(**{"n_inner": None, "tie_word_embeddings": True, **model})
     try:
         return number(training_flops_per_token(fields, sequence_length))  # type: ignore[arg-type]

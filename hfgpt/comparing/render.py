@@ -15,7 +15,7 @@ from hfgpt.errors import UserError
 
 WIDTH = 100  # of the screen; more than four runs take more
 _LABELS, _COLUMN = 34, 16  # widths of the labels, and of a run's column at least
-_NOTES = 3  # of a pair, and of the whole report, where it is to be short
+_NOTES = 3  # of a pair, and of the whole report, unless all are wanted
 
 
 def as_text(report: Report, verbose: bool = False) -> str:
@@ -67,7 +67,7 @@ def _shortened(notes: list[str], verbose: bool) -> list[str]:
 def write_report(path: Path, report: Report) -> list[Path]:
     """Write the whole report as Markdown, its plots beside it under the same stem; return all files, the report last.
 
-    Raises UserError where they cannot be written.
+    Raises UserError if they cannot be written.
     """
     if path.is_dir():
         raise UserError(f"output={path}: is a folder; name a file, such as {path / 'report.md'}")

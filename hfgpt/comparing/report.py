@@ -18,8 +18,8 @@ NOISE = (
     "Noise: half the width of a 95 % band. For training losses it follows from the scatter of step losses around their "
     "trend in the window that ends at the equal point (its last tenth, or more where records are few); for runs that "
     "saw the same tokens from their differences step by step; for evaluations from their jumps from one to the next. "
-    f"It is never below {100 * FLOOR:g} % of the loss. It covers which text fell into the steps, and not what another "
-    "seed would change: a difference little beyond it wants a second seed."
+    f"It is never below {100 * FLOOR:g} % of the loss. It covers which text fell into the steps, but not what another "
+    "seed would change: check a difference just beyond it with a second seed."
 )
 # Title -> label -> key of a run's summary (`comparison.summarize`).
 _TABLES = {
@@ -92,7 +92,7 @@ class Report:
 
 
 def build_report(runs: Sequence[PastRun], compared: dict[str, Any], with_plots: bool = False) -> Report:
-    """Return the report of `comparison.compare`'s result."""
+    """Build the report from the result of `comparison.compare`."""
     pairs, against = compared["pairs"], compared["mfu_against"]
     comparable = all(pair["loss_per_token_comparable"] for pair in pairs)
     footnotes = [f"[{n}] {row['peak_source'] or 'source not known'}" for n, row in enumerate(against, start=1)]
@@ -153,7 +153,7 @@ def _rows(columns: Iterable[dict[str, Any]], labels: dict[str, str], all_details
 
 
 def _format(value: Any, key: str = "") -> str:
-    """Return a value as a cell; its key tells its unit."""
+    """Return a value as a cell; its key gives the unit."""
     if value is None:
         return UNKNOWN if key else "None"
     if key == "events":

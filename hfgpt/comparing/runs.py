@@ -1,4 +1,4 @@
-"""A run as it can be compared: its settings, records and ledger, whatever they were read from."""
+"""A run to compare: its settings, records and ledger, from a run folder or a log."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class PastRun:
 
     training, evaluations: one record per step, steps rising; `step` counts updates: the loss of step N is that of the
         Nth update's text before the update, an evaluation at N is of the model after N updates.
-    settings: with defaults filled in and "auto" resolved; empty where they are not known.
+    settings: with defaults filled in and "auto" resolved; empty if they are not known.
     hashes: step -> batch hash, from the ledger.
     notes: what a reader should know about the reading, such as lines that were skipped.
     """
@@ -109,7 +109,7 @@ class PastRun:
 
 
 def add_record(records: list[dict[str, Any]], record: dict[str, Any]) -> None:
-    """Append a record in place of what a resumed run repeats: records of its step and later ones."""
+    """Append a record, and drop records of its step and later ones, which a resumed run repeats."""
     drop_from(records, record["step"])
     records.append(record)
 

@@ -46,10 +46,10 @@ def make_gap(first: float, second: float, band: float | None, how: str) -> dict[
 
 
 def level(curve: pd.Series, centre: float) -> Level:
-    """Return the height at `centre` of the line through a curve, so that neither its trend nor uneven spacing counts.
+    """Return the value at `centre` of a line fitted to a curve, so that neither trend nor uneven spacing biases it.
 
-    The error is that of the line there from the scatter of the points around it: s * sqrt(1/n + (centre - mean x)^2 /
-    Sxx). Points that go with their neighbours count for fewer: n (1 - r) / (1 + r), with r their correlation.
+    The error is that of the line there, from the scatter of the points around it: s * sqrt(1/n + (centre - mean x)^2 /
+    Sxx). Correlated neighbours reduce the effective number of points: n (1 - r) / (1 + r), with r their correlation.
     """
     x, y = curve.index.to_numpy(), curve.to_numpy()
     n = len(x)
@@ -78,7 +78,7 @@ def within(curve: pd.Series, start: float, end: float) -> pd.Series:
 
 
 def window_start(curves: list[pd.Series], end: float) -> float:
-    """Return where the window up to `end` begins: the last tenth, more where a curve has few points, at most half."""
+    """Return where the window up to `end` begins: the last tenth, more if a curve has few points, at most half."""
     for part in (0.9, 0.8, 0.7, 0.6):
         if all(len(within(curve, part * end, end)) >= ENOUGH for curve in curves):
             return part * end
@@ -86,7 +86,7 @@ def window_start(curves: list[pd.Series], end: float) -> float:
 
 
 def levels_at(curves: list[pd.Series], start: float, end: float) -> list[Level] | None:
-    """Return the levels of curves over a window, all at the mean place of their points; None if one has none there."""
+    """Return the levels of curves over a window, all at the mean place of their points; None if one has no points."""
     parts = [within(curve, start, end) for curve in curves]
     if any(part.empty for part in parts):
         return None
@@ -95,7 +95,7 @@ def levels_at(curves: list[pd.Series], start: float, end: float) -> list[Level] 
 
 
 def at_common_places(curves: list[pd.Series]) -> list[pd.Series]:
-    """Return the curves at the places that all of them have; unchanged where there is none."""
+    """Return the curves at the places that all of them have; unchanged if there are none."""
     common = pd.concat(curves, axis=1, join="inner")
     return curves if common.empty else [common.iloc[:, i] for i in range(len(curves))]
 

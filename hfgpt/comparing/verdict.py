@@ -8,7 +8,7 @@ _NAMES = {"eval_loss": "evaluation loss", "loss": "training loss", "eval_bits_pe
 
 
 class Verdict(NamedTuple):
-    """What a pair comes to, a line for each question.
+    """The verdict on a pair of runs, one line per question.
 
     doubts: why losses, or some of them, give no verdict. tokens: whether tokens and result are the same. deciding: the
     gap that the summary is about, None if there is none; on_axes: the gaps on every axis. Axes with one answer share a
@@ -93,8 +93,8 @@ def _tokens_line(pair: dict[str, Any]) -> str:
 def decide(pair: dict[str, Any], axis: str) -> tuple[str | None, str, str]:
     """Return what decides at equal `axis` ("eval_loss", "loss", "eval_bits_per_byte", None), the answer, and a doubt.
 
-    Of evaluation and training loss the one with the narrower band decides, so that chance has one try, not two. Where
-    the other shows the opposite beyond its own noise, as when a text is learnt by heart, that is the doubt.
+    Whichever of evaluation and training loss has the narrower band decides; using both would give chance two tries. The
+    doubt: the other loss says the opposite by more than its noise, for example after memorising the text.
     """
     gaps, reserved = pair["gaps"][axis], pair["reservations"]
     keys = [key for key, kind in (("eval_loss", "evaluation"), ("loss", "training")) if not reserved[kind]]

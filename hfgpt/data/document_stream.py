@@ -24,7 +24,7 @@ MAX_STREAMS = 96
 PARTS_PER_STREAM = 8
 CACHED_UNITS = 4
 ENCODED_TOGETHER = 8
-# A stream whose parts have no document, by chance, in one epoch has other parts in the next.
+# If the parts of a stream happen to hold no document in one epoch, it has other parts in the next.
 MAX_EMPTY_EPOCHS = 8
 
 
@@ -56,7 +56,7 @@ class DocumentStream:
     itself, so that many world sizes fit it. Each epoch permutes the units (split into parts if they are few). Stream
     i reads every V-th part from the i-th on, shuffles the rows of each, and moves to its next epoch on its own. All of
     it depends on seed, epoch and place, so no random state is stored. Position: `{"streams": [[epoch, part, row,
-    token], ...]}`, for each stream the first token of its next block. Raises UserError for fewer rows than streams.
+    token], ...]}`, for each stream the first token of its next block. Raises UserError if rows are fewer than streams.
     """
 
     source: Source

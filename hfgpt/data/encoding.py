@@ -35,7 +35,7 @@ class Document(NamedTuple):
 
 
 def make_repeatable(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
-    """Switch off what a tokenizer.json may have left on: dropout of merges, truncation, padding. In place."""
+    """Switch off, in place, what a tokenizer.json may have left on: dropout of merges, truncation, padding."""
     backend = tokenizer.backend_tokenizer
     backend.no_truncation()
     backend.no_padding()
@@ -120,7 +120,7 @@ class Encoder:
         return [] if self._characters is None else sorted(set(text) - self._characters.keys())
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
-        """Return the ids of `documents`."""
+        """Return the ids of texts as documents."""
         return [document.ids for document in self.documents(texts)]
 
     def documents(self, texts: list[str]) -> list[Document]:

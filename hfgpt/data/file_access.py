@@ -43,14 +43,14 @@ class _CompleteReads:
         left = self._file.size - self._file.tell()
         data = self._file.read(-1 if size is None else size)
         if len(data) < (left if size is None or size < 0 else min(size, left)):
-            raise OSError("fewer bytes came than were asked for")
+            raise OSError("fewer bytes arrived than were requested")
         return data
 
 
 def read_file(file: str, read: Callable[[], T], patience_seconds: float) -> T:
     """Return what `read` returns of `file`; a remote file is read with retries.
 
-    Raises BadFile if the file itself is at fault, UserError if it cannot be opened, RunError if the network is.
+    Raises BadFile if the file itself is at fault, UserError if it cannot be opened, RunError if the network fails.
     """
     try:
         return read_with_retries(read, file, patience_seconds) if "://" in file else read()

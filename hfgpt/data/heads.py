@@ -15,7 +15,7 @@ from hfgpt.data.units import IN_MEMORY_BYTES
 HEAD_BYTES = 2**16
 LARGEST_ERROR_PAGE_BYTES = 2**20
 GZIP = b"\x1f\x8b"
-# How files begin that are not read, or are read under another name: what they are, and the fix.
+# First bytes of files that are not read, or only under another name: what they are, and the fix.
 _BEGINNINGS = {
     b"version https://git-lfs": ("a Git LFS pointer, not the data", "fetch the file itself with git lfs pull"),
     b"/annex/objects/": ("a git-annex pointer, not the data", "fetch the file itself with git annex get"),
@@ -68,7 +68,7 @@ def check_head(file: str, raw: bytes, size_bytes: int) -> bytes:
     if file.lower().endswith(".gz") and raw:
         if not raw.startswith(GZIP):
             _refuse_beginnings(file, raw)
-            raise BadFile(f"dataset: {file} cannot be read as gzip, which it is not; take .gz out of its name")
+            raise BadFile(f"dataset: {file} cannot be read as gzip, as it is not compressed; remove .gz from its name")
         head = zlib.decompressobj(31).decompress(raw)
     if not (kind == "parquet" and head.startswith(b"PAR1")):
         _refuse_beginnings(file, head)

@@ -22,7 +22,7 @@ from hfgpt.data.sources import Source, open_source, read_documents, text_hash
 from hfgpt.data.units import IN_MEMORY_BYTES, Unit, Unusable
 from hfgpt.errors import UserError
 
-# Of a large text that is streamed, at most so many characters are held out.
+# At most this many characters of a large streamed text are held out.
 MAX_HELD_OUT_CHARACTERS = 8 * 2**20
 # Runs of an earlier version held out whole documents: the last ones that have a tenth of the characters.
 WHOLE_DOCUMENTS = "last tenth"
@@ -157,7 +157,7 @@ def _hold_out_of_stream(source: Source) -> HeldOut:
 def _find_border(source: Source, read: Callable[[Unit], Rows]) -> _Border:
     """Find where the last tenth of the characters begins.
 
-    Of a remote source, or one above 16 MiB, only the end is read, which also shows how many characters its bytes are.
+    Only the end of a remote source, or of one above 16 MiB, is read; it also shows how many characters its bytes make.
     """
     lengths: dict[int, list[int]] = {}  # characters of the rows of the units that were read
     is_small = source.is_local and source.size_bytes <= IN_MEMORY_BYTES

@@ -41,11 +41,11 @@ def file_kind(file: str) -> str | None:
 
 
 def describe_other_kind(file: str) -> str:
-    """Return what a file is that is not read, and the fix."""
+    """Return the kind of a file that is not read, and the fix."""
     path = Path(re.sub(r"\.gz$", "", file, flags=re.IGNORECASE))
     if kind_and_fix := OTHER_KINDS.get(path.suffix.lower()):
         kind, fix = kind_and_fix
         return f"{kind}, which is not read; {fix.format(name=path.name, stem=path.stem)}"
     if path.suffix.lower() == ".parquet":
         return "compressed parquet, which is not read; gunzip it"
-    return f"not read by this name; if it is plain text, rename it to {path.name}.txt (read are {KNOWN})"
+    return f"not read by this name; if it is plain text, rename it to {path.name}.txt (supported: {KNOWN})"

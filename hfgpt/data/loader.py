@@ -27,7 +27,7 @@ def iterate(
     """Yield this process's share of each step, endless, from `position` (of all processes; None: the start) on.
 
     Workers read and encode ahead of time; text in memory needs none. Raises UserError if the step cannot be split over
-    `world` processes, and for faults of the text, also those that workers meet.
+    `world` processes, and for faults of the text, including those that workers find.
     """
     if stream.divisible % world:
         fitting = ", ".join(map(str, divisors(stream.divisible)))
@@ -107,7 +107,7 @@ def _load(share: _Share, workers: int) -> Generator[StepBatch, None, None]:
 
 @contextlib.contextmanager
 def _child_signal_kept() -> Iterator[None]:
-    """Undo the loader's handler of SIGCHLD, which would raise the end of a worker in the middle of a step."""
+    """Undo the loader's SIGCHLD handler, which would raise an exception in the middle of a step when a worker ends."""
     number = getattr(signal, "SIGCHLD", None)
     before = number and signal.getsignal(number)
     yield

@@ -75,12 +75,12 @@ def _choose_files(dataset: str, found: list[str]) -> tuple[list[str], list[str]]
 
 
 def _one_line(file: str) -> str:
-    """Return the name of a file, without its folder, as it can be printed."""
+    """Return a file's name without its folder, made safe to print on one line."""
     return " ".join(os.path.basename(file).encode("utf-8", "replace").decode().splitlines())
 
 
 def _identity(file: str) -> object:
-    """Return what is equal for two names of one file."""
+    """Return a key that is the same for all names of a file."""
     try:
         status = os.stat(file)
     except OSError:  # a broken link
@@ -89,7 +89,7 @@ def _identity(file: str) -> object:
 
 
 def _glob(pattern: str) -> Iterator[str]:
-    """Do as `glob.glob`, with `**` for all folders below, which follows links but never in a circle."""
+    """Do as `glob.glob`, with `**` for all folders below, following links but never in a circle."""
     parts = pattern.split(os.sep)
     if "**" not in parts:
         yield from glob.glob(pattern)

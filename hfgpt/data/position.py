@@ -27,9 +27,9 @@ def resumed_position(
 ) -> tuple[dict[str, Any], str]:
     """Return where `stream` continues from a saved position, and what has changed since, in words.
 
-    Changes of text or order raise UserError, which names each setting, unless they are accepted. With another step
-    size the position then holds if its form does. With any other change the text starts again, in the epoch after the
-    saved one, as that has another order.
+    Raises UserError, which names each setting, if text or order have changed, unless that is accepted. If only the step
+    size has changed, a position of the same form still holds. After any other change the text starts again, in the
+    epoch after the saved one, which has another order.
     """
     keys = dict.fromkeys([*fingerprint, *stream.fingerprint])
     changed = [key for key in keys if fingerprint.get(key) != stream.fingerprint.get(key)]

@@ -39,7 +39,7 @@ class TextData:
     """Text ready to train on.
 
     `validation`, and `train_sample` of training text where asked for: one run of int32 tokens each.
-    `validation_bytes`: UTF-8 bytes of all validation tokens but the first; None where they are not known.
+    `validation_bytes`: UTF-8 bytes of all validation tokens but the first; None if they are not known.
     `description`: lines for the plan. `skipped`: rows skipped so far and what the tokenizer does not represent, by
     reason; a document stream counts its own with each step. `validation_documents`: how many different ones.
     """

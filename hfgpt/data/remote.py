@@ -1,4 +1,4 @@
-"""The Hub: files of data sets and models, and reads that are tried again while the network fails."""
+"""The Hub: files of data sets and models, and reads that are retried while the network fails."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def _client_retries_recorded(what: str) -> Iterator[None]:
 
 
 def find_hub_fault() -> str | None:
-    """Return why the Hub cannot be reached, within seconds; None if it gives any answer, or is not to be asked."""
+    """Return why the Hub cannot be reached, within seconds; None if it gives any answer, or HF_HUB_OFFLINE is set."""
     from huggingface_hub import constants
     from huggingface_hub.utils import get_session
 

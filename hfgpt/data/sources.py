@@ -23,7 +23,7 @@ from hfgpt.data import embedded
 from hfgpt.data.file_access import open_file, read_file
 from hfgpt.data.formats import format_of, inspect_file
 from hfgpt.data.formats.text import choose_piece_characters, split_into_pieces
-from hfgpt.data.kinds import KNOWN, BadFile, file_kind
+from hfgpt.data.kinds import KNOWN, BadFile, describe_other_kind, file_kind
 from hfgpt.data.local_files import local_files
 from hfgpt.data.remote import hub_files
 from hfgpt.data.units import Unit, Unusable
@@ -32,7 +32,7 @@ from hfgpt.errors import UserError
 logger = logging.getLogger(__name__)
 
 START_PATIENCE_SECONDS = 120.0
-# The hash of a file is of so many samples of this size, evenly spread: of all of a small file.
+# A file's hash covers this many samples of this size, evenly spread; all of a small file.
 SAMPLES, SAMPLE_BYTES = 64, 2**20
 MAX_NAMED_FILES = 32
 
@@ -111,7 +111,7 @@ def read_documents(source: Source, units: Iterable[Unit], skipped: Counter[str])
 
 
 def text_hash(text: str) -> int:
-    """Return xxh3_64 of the UTF-8 bytes."""
+    """Return the xxh3_64 hash of the UTF-8 bytes of a text."""
     return xxhash.xxh3_64_intdigest(text.encode())
 
 
@@ -150,7 +150,9 @@ def open_source(
         fingerprint = {"dataset": dataset, "name": name, "split": split, "commit": commit}
         label = f"{dataset} ({', '.join(filter(None, [name, split]))}) at commit {commit[:8]}"
         if not (files := list(filter(file_kind, in_split))):
-            raise UserError(f"dataset={dataset}: no {KNOWN} file in split {split}, which has {in_split[0]}")
+            first = Path(in_split[0]).name
+            kind = describe_other_kind(first)
+            raise UserError(f"dataset={dataset}: no {KNOWN} file in split {split}; {first} is {kind}")
     inspected = _inspect_files(files, text_column, patience_seconds, skip_bad_files)
     if found is not None:
         fingerprint = _hash_files(list(inspected))
@@ -216,7 +218,7 @@ def _inspect_files(
 def _hash_files(files: list[str]) -> dict[str, Any]:
     """Return the number of files and one hash of their names, sizes and content; if they are few, also one of each.
 
-    Names are those below the common folder.
+    Names are relative to the common folder.
     """
     root, hashes = os.path.commonpath([os.path.dirname(file) for file in files]), {}
     for file in files:

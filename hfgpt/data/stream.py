@@ -29,7 +29,7 @@ class StepBatch:
 
     `position`: this process's share of the position after the step, see `merge_positions`. `skipped`: rows skipped,
     by reason. `documents`: those in the step, for each logical stream. The first is the last one of the step before,
-    whose end the step may contain; it starts at 0 or below. `retries`: records of reads that were tried again.
+    whose end the step may contain; it starts at 0 or below. `retries`: records of retried reads.
     """
 
     blocks: np.ndarray
@@ -84,7 +84,7 @@ def merge_positions(positions: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def batch_hash(blocks: np.ndarray) -> str:
-    """Return xxh3_64 (hex) of a step's blocks as little-endian int32, in the stream's own order."""
+    """Return the xxh3_64 hash (hex) of a whole step's blocks, as little-endian int32, rows in stream order."""
     return xxhash.xxh3_64_hexdigest(np.ascontiguousarray(blocks, dtype="<i4").data)
 
 

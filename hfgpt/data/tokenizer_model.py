@@ -56,7 +56,7 @@ def find_characters(specification: dict[str, Any], special: set[str]) -> dict[st
 def find_token_bytes(
     specification: dict[str, Any], vocabulary: dict[str, int], special: set[str], rows: int
 ) -> list[bytes] | None:
-    """Return the bytes that the decoder makes of each id, none of special tokens; None if they depend on those around.
+    """Return the bytes that the decoder makes of each id, none of special tokens; None if they depend on neighbours.
 
     Whether these are the bytes of a text is only known by comparing.
     """
@@ -89,7 +89,7 @@ def find_token_bytes(
 
 
 def is_symbol(token: str | None, model: dict[str, Any]) -> bool:
-    """Return whether a BPE has the token for one character of text, which nothing else can stand for."""
+    """Return whether the token is how a BPE writes one character of text, for which it has no other token."""
     if token is None or model["type"] != "BPE" or token not in model["vocab"]:
         return False
     bare = token.removeprefix(model.get("continuing_subword_prefix") or "")
@@ -139,7 +139,7 @@ def without_special_text(model: dict[str, Any], special: set[str]) -> dict[str, 
 
 
 def build_backend(specification: dict[str, Any], model: dict[str, Any]) -> Tokenizer:
-    """Build a tokenizer with another model that takes special tokens in text for text. Added tokens keep their ids."""
+    """Build a tokenizer with another model that treats special tokens in text as text. Added tokens keep their ids."""
     backend = Tokenizer.from_str(json.dumps(specification))
     if model != specification["model"]:
         backend.model = Tokenizer.from_str(json.dumps({**specification, "model": model, "added_tokens": []})).model

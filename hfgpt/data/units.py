@@ -12,7 +12,7 @@ class Unit(NamedTuple):
     """A part of a file that is read in one go, without reading what lies before it.
 
     `start` and `stop` are the format's own: the number of a row group, or a range of bytes (-1: to the end).
-    `rows`: how many rows it has, where known; only so many are used. `characters`: how much of the last of these rows
+    `rows`: how many rows it has, if known; no more are used. `characters`: how much of the last of these rows
     is used (None: all). `piece_characters`: size of the documents that a txt file is split into: None for one
     document, 0 for about 64 KiB, always at a line end. `size_bytes`: bytes of text, about.
     """

@@ -37,7 +37,7 @@ class CompileChoice:
 def choose_compile(requested: str | bool, device: torch.device, forward_passes: int) -> CompileChoice:
     """Choose whether to compile the model for a run of `forward_passes` micro-batches on this process.
 
-    `requested` is "auto", True or False. Raises UserError where True cannot work.
+    `requested` is "auto", True or False. Raises UserError if True cannot work.
     """
     if requested is False:
         return CompileChoice(False, "requested")
@@ -102,7 +102,7 @@ _removed: set[Path] = set()
 
 
 def remove_broken_cache(error: Exception) -> bool:
-    """Remove the cache file that caused `error`; True if that may help, the first time it is removed."""
+    """Remove the cache file that caused `error`. Returns True the first time, when calling again may help."""
     broken = find_broken_cache_file(error)
     if broken is None or broken in _removed:
         return False
@@ -113,7 +113,7 @@ def remove_broken_cache(error: Exception) -> bool:
 
 
 def run_compiled(call: Callable[[], T]) -> T:
-    """Call a compiled function, again if its compiled code was broken and could be removed."""
+    """Call a compiled function, and again if its cached code was broken and could be removed."""
     while True:
         try:
             return call()

@@ -41,7 +41,7 @@ def has_bf16() -> bool:
 
 
 def available_cores() -> int:
-    """Return the cores this process may use: its affinity, or the container's CPU quota where that is less."""
+    """Return how many cores this process may use: its affinity, or the container's CPU quota where that is less."""
     # macOS has no affinity.
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     limits = zip(_cgroup_values("cpu", "cpu.cfs_quota_us"), _cgroup_values("cpu", "cpu.cfs_period_us"), strict=False)
@@ -79,7 +79,7 @@ def _cgroup_values(controller: str, name: str) -> list[str]:
 
 
 def local_processes() -> int:
-    """Return the processes of this run on this machine, as its launcher has set them."""
+    """Return the number of processes of this run on this machine, as its launcher has set it."""
     names = ["LOCAL_WORLD_SIZE", "MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE"]
     return max(1, get_int_from_env(names, 1))
 

@@ -28,7 +28,7 @@ class Precision:
 
 
 def default_device() -> torch.device:
-    """Return the accelerator that torch finds, else, or if the accelerate configuration asks for it, the CPU."""
+    """Return the accelerator that torch finds; the CPU without one, or if the accelerate configuration asks for it."""
     if os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes"):
         return torch.device("cpu")
     return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
@@ -84,7 +84,7 @@ def release_memory(device: torch.device) -> None:
 
 
 def choose_precision(requested: str, device: torch.device) -> Precision:
-    """Choose what to compute in; weights and optimizer state stay float32 in any case.
+    """Choose the precision to compute in; weights and optimizer state always stay float32.
 
     `requested` is "auto", "bf16", "fp16" or "no". "auto" follows the accelerate configuration if that names bf16 or
     fp16, else the hardware. Raises UserError for what the device cannot do.
@@ -111,7 +111,7 @@ def choose_precision(requested: str, device: torch.device) -> Precision:
 
 
 def step_seed(seed: int, step: int, rank: int) -> int:
-    """Seed of the random numbers of one process in one step, so that no generator state is needed to resume."""
+    """Return the seed of a process's random numbers in a step, so that no generator state is needed to resume."""
     return xxhash.xxh3_64_intdigest(f"{seed} {step} {rank}".encode()) >> 1
 
 
@@ -125,7 +125,7 @@ def seed_random_numbers(seed: int, device: torch.device) -> None:
 def start_accelerator(mixed_precision: str, timeout_seconds: float) -> tuple[Accelerator, Precision]:
     """Return the Accelerator as `accelerate launch` or torchrun configured it, and the precision chosen for it.
 
-    A process that waits for the others for `timeout_seconds` gives up.
+    A process gives up after waiting `timeout_seconds` for the others.
     """
     transformers.utils.logging.disable_progress_bar()
     device = default_device()

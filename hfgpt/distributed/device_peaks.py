@@ -73,7 +73,7 @@ def rated_devices() -> list[str]:
 
 
 def rated_memory_gib(name: str) -> float | None:
-    """Return the GiB of exactly this device name; None if the table lacks it, as where several cards share the name."""
+    """Return the GiB of exactly this device name; None if the table lacks it, for example if cards share the name."""
     return next((float(row["memory_gib"]) for row in _rows_of(name) if row["memory_gib"]), None)
 
 

@@ -21,7 +21,7 @@ SET_BY_LAUNCHERS = ("TORCHELASTIC_RUN_ID", "ACCELERATE_DYNAMO_USE_REGIONAL_COMPI
 
 
 def rank_and_world_size() -> tuple[int, int]:
-    """Read rank and world size from the environment, by default 0 and 1. Raises UserError where they disagree."""
+    """Read rank and world size from the environment, by default 0 and 1. Raises UserError if they disagree."""
     values = []
     for key, default in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1)):
         try:
@@ -71,7 +71,7 @@ PARENT_IS_LAUNCHER = is_launcher(_command_line(PARENT))
 
 
 def stop_with_launcher() -> None:
-    """Get a SIGTERM, on Linux, when the launcher dies, as this process would go on alone.
+    """On Linux, receive SIGTERM when the launcher dies; otherwise this process would go on alone.
 
     Other parents do not count: the children of a shell may outlive it.
     """
@@ -82,7 +82,7 @@ def stop_with_launcher() -> None:
 
 
 def signal_at_parent_exit(number: signal.Signals) -> None:
-    """Get this signal, on Linux, when the parent process ends, however it ends."""
+    """On Linux, receive this signal when the parent process ends, however it ends."""
     if sys.platform == "linux":
         PR_SET_PDEATHSIG = 1
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(number))

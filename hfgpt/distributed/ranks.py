@@ -32,7 +32,7 @@ class Ranks:
     """
 
     def __init__(self, timeout_seconds: float) -> None:
-        """Raise UserError where the environment lacks rank, world size or the main process's address."""
+        """Raise UserError if the environment lacks rank, world size or the main process's address."""
         self.rank, self.world_size = rank_and_world_size()
         self.timeout_seconds = timeout_seconds
         self._started: dict[int, tuple[str, int]] = {}  # host and pid
@@ -45,7 +45,7 @@ class Ranks:
             raise RunError(lost, everywhere=True) from error
 
     def rendezvous(self) -> None:
-        """Wait until all processes have started. Raises RunError that names those missing after the timeout."""
+        """Wait until all processes have started. Raises RunError, naming those missing, after the timeout."""
         if self.world_size == 1:
             return
         self._store.set(f"process {self.rank}", f"{socket.gethostname()} {os.getpid()}")
@@ -65,9 +65,9 @@ class Ranks:
             self._group = dist.group.WORLD if is_gloo else dist.new_group(backend="gloo", timeout=timeout)
 
     def disconnect(self) -> None:
-        """Wait, before the process group is freed, as gloo's thread needs the interpreter for its last work.
+        """Wait before the process group is freed, because gloo's thread needs the interpreter for its last work.
 
-        Otherwise the group waits for the thread while it holds the interpreter, forever.
+        Otherwise the group, which holds the interpreter, would wait for that thread forever.
         """
         if self.world_size > 1:
             time.sleep(0.2)
@@ -100,10 +100,10 @@ class Ranks:
 
     @contextmanager
     def share_failures(self) -> Iterator[None]:
-        """End all processes on an exception of one inside: RunError on the others, with its rank and cause.
+        """If one process raises inside, end them all: the others raise RunError with its rank and cause.
 
-        So does a process that dies, or does not answer for `timeout_seconds`. Where a signal interrupts this process,
-        Interrupted says what is known of the others: a launcher ends all after one has failed.
+        A process that dies, or does not answer for `timeout_seconds`, counts as one that raised. If a signal interrupts
+        this process, Interrupted says what is known of the others, as a launcher ends all after one has failed.
         """
         try:
             yield
@@ -130,7 +130,7 @@ class Ranks:
         return f"process {rank} of {self.world_size}"
 
     def _read(self, key: str) -> str:
-        """Return the value of `key` in the store; empty where no process has set it."""
+        """Return the value of `key` in the store; empty if no process has set it."""
         return self._store.get(key).decode() if self._store.check([key]) else ""
 
     def _write(self, key: str, value: str) -> None:
@@ -180,7 +180,7 @@ def report_failure(error: BaseException) -> None:
 
 
 def _open_store(rank: int, timeout_seconds: float) -> dist.Store:
-    """Return the launcher's key-value store, or one kept by the main process where the launcher has none."""
+    """Return the launcher's key-value store, or one kept by the main process if the launcher has none."""
     try:
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     except (KeyError, ValueError):

@@ -33,7 +33,7 @@ def stop_signals() -> list[signal.Signals]:
 
 @contextmanager
 def handling(handler: Callable[[int, FrameType | None], None], numbers: Iterable[signal.Signals]) -> Iterator[None]:
-    """Handle these signals by `handler` inside. Only the main thread can; elsewhere nothing changes."""
+    """Handle these signals with `handler` inside. Only the main thread can; elsewhere nothing changes."""
     is_main = threading.current_thread() is threading.main_thread()
     before: dict[signal.Signals, Any] = {n: signal.signal(n, handler) for n in numbers} if is_main else {}
     try:
@@ -45,7 +45,10 @@ def handling(handler: Callable[[int, FrameType | None], None], numbers: Iterable
 
 
 class StopSignals:
-    """A context that stores the first signal in `received`. A second one ends the process at once."""
+    """A context that stores the first signal in `received`. A second one ends the process at once.
+
+    It does so only if it comes more than SAME_SIGNAL_SECONDS after the first: before, it may be the same one again.
+    """
 
     def __init__(self, except_for: Sequence[signal.Signals] = ()) -> None:
         """except_for: signals that keep their handlers."""
@@ -105,7 +108,7 @@ def exit_on_signal() -> Iterator[None]:
 
     def end(number: int, frame: FrameType | None) -> None:
         if os.getpid() == pid:
-            print(f"error: {signal.Signals(number).name} before the first step", file=sys.stderr)
+            print(f"error: stopped by {signal.Signals(number).name} before the first step", file=sys.stderr)
         raise SystemExit(128 + number)
 
     is_interactive = hasattr(sys, "ps1")

@@ -28,7 +28,7 @@ from hfgpt.evaluation.text import read_text
 from hfgpt.model.attention_masks import document_attention
 from hfgpt.model.head_loss import HEAD_CHUNK_SIZE, UNSCORED
 
-LONGEST_DEFAULT = 1024  # tokens of a window where none is stated, for a model of more positions
+LONGEST_DEFAULT = 1024  # tokens of a window if none is stated, for a model with more positions
 TIMEOUT_SECONDS = 1800.0  # for a process that does not answer
 
 
@@ -154,7 +154,7 @@ def _training_settings(folder: Path) -> dict[str, Any]:
 
 
 def _check_length(model: Any, trained: dict[str, Any], stated: int | None, stride: int | None) -> int:
-    """Return the length of a window. Raises UserError if it is above the model's positions, or the stride above it."""
+    """Return the length of a window. Raises UserError if it exceeds the model's positions, or the stride exceeds it."""
     positions = getattr(model.config, "max_position_embeddings", None)  # None: the model does not say
     length = stated or trained.get("sequence_length") or min(positions or LONGEST_DEFAULT, LONGEST_DEFAULT)
     problems = []

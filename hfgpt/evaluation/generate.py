@@ -1,4 +1,4 @@
-"""Text from a model: sampling with a KV cache within the model's positions, and from the last of them beyond."""
+"""Generate text: with a KV cache within the model's positions, and from the last tokens beyond them."""
 
 from __future__ import annotations
 
@@ -265,7 +265,7 @@ def _pad(rows: list[list[int]], columns: slice, device: torch.device) -> tuple[T
 def read_prompts(path: Path) -> list[str]:
     """Read a file of prompts: one in each line that is not empty; of a .jsonl file, the field `prompt` of each row.
 
-    Raises UserError that names the line without a prompt.
+    Raises UserError, which names the line, if one has no prompt.
     """
     if path.exists() and not path.is_file():
         raise UserError(f"prompt_file={path}: not a regular file; for a pipe use --prompt -")
@@ -273,7 +273,7 @@ def read_prompts(path: Path) -> list[str]:
         lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
-        raise UserError(f"prompt_file={path}: {reason}; give a text file of a prompt per line") from error
+        raise UserError(f"prompt_file={path}: {reason}; give a text file with a prompt per line") from error
     numbered = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
     if not numbered:
         raise UserError(f"prompt_file={path}: holds no prompt; write one per line")
@@ -286,6 +286,7 @@ def read_prompts(path: Path) -> list[str]:
         except (ValueError, RecursionError, KeyError, TypeError):
             prompt = None
         if not isinstance(prompt, str):
-            raise UserError(f'prompt_file={path}: line {number} is not {{"prompt": "text"}}')
+            problem = f'line {number} has no text in the field "prompt"'
+            raise UserError(f'prompt_file={path}: {problem}; write it as {{"prompt": "text"}}')
         prompts.append(prompt)
     return prompts

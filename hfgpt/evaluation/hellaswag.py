@@ -46,7 +46,7 @@ class Example(NamedTuple):
 
 
 class Text(NamedTuple):
-    """Token ids of a context and one ending, of which the last `scored` are the ending's."""
+    """Token ids of a context and one ending; the last `scored` are the ending's."""
 
     ids: list[int]
     scored: int
@@ -70,8 +70,8 @@ def hellaswag(
 
     Keys: `accuracy_norm` (by nll per token) and `accuracy` (by nll), each with its standard error `..._stderr` (None
     for one example); `examples`; `cropped`: texts, of four per example, that lost their beginning because they are
-    longer than the model's positions; `padded_rows` of the model, for which the tokenizer has no entry, and which take
-    part in the softmax, as in other programs; `dataset` (of a local file the name), `dataset_split` and
+    longer than the model's positions; `padded_rows`: rows of the model without an entry in the tokenizer, which take
+    part in the softmax, as in other programs; `dataset` (the name of a local file), `dataset_split` and
     `dataset_revision`; `not_represented`: counts of what the tokenizer has no token for, if any; `seconds`.
 
     Raises UserError for a file that is not HellaSwag, with the row, and for a tokenizer that cannot encode it.

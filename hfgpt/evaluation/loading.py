@@ -76,5 +76,7 @@ def _load_tokenizer(folder: Path, where: str) -> Any:
             f"{where}: its tokenizer cannot be read ({one_line(error)}); take another checkpoint"
         ) from error
     if not tokenizer.is_fast:
-        raise UserError(f"{where}: has no tokenizer.json; save its tokenizer in that form")
+        raise UserError(
+            f"{where}: has no tokenizer.json; convert its tokenizer to a fast one and save that with save_pretrained"
+        )
     return make_repeatable(tokenizer)

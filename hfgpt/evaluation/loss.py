@@ -40,8 +40,8 @@ def windows(lengths: Sequence[int], sequence_length: int, stride: int | None = N
                 4 5 6 7                                        7 8
                     6 7 8                                      9
 
-    So each token of a run but its first is scored once, after at least `sequence_length` - `stride` others where there
-    are so many.
+    So each token of a run but its first is scored once, after at least `sequence_length` - `stride` others if there are
+    that many.
     """
     stride = stride or sequence_length
     found, start = [np.zeros((0, 3), np.int64)], 0
@@ -111,7 +111,7 @@ def sum_nll(
 
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Have `model` in evaluation mode inside, and in its present mode again after it."""
+    """Put `model` into evaluation mode inside, and back into its present mode afterwards."""
     was_training = model.training
     model.eval()
     try:
@@ -164,7 +164,7 @@ def loss_metrics(nll_sum: float, tokens: int, scored_bytes: int | None = None) -
 
 
 def perplexity(loss: float) -> float:
-    """Return exp(`loss`), infinite where a float cannot hold it."""
+    """Return exp(`loss`), or infinity if a float cannot hold it."""
     try:
         return math.exp(loss)
     except OverflowError:

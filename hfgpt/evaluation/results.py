@@ -27,7 +27,7 @@ def record_evaluation(folder: str | Path, task: str, found: Mapping[str, Any]) -
     task: "text" or "hellaswag". found: what its evaluation returned. The record has the hash of the weights, so that it
     is never used for another checkpoint of the same name.
 
-    Raises UserError where `check_recordable` does, and where the file cannot be written.
+    Raises UserError if `check_recordable` does, or if the file cannot be written.
     """
     identity = check_recordable(folder)
     run = RunFolder(Path(folder).resolve().parent)
@@ -38,11 +38,13 @@ def record_evaluation(folder: str | Path, task: str, found: Mapping[str, Any]) -
 def check_recordable(folder: str | Path) -> dict[str, Any]:
     """Return the name, step and hash of the weights of a checkpoint, to record with an evaluation.
 
-    Raises UserError for a folder that is no checkpoint of a run, and for weights that have changed.
+    Raises UserError for a folder that is not a checkpoint of a run, and for weights that have changed.
     """
     where, folder = f"checkpoint {folder}", Path(folder).resolve()
     if (identity := _identify(folder)) is None:
-        raise UserError(f"{where}: not a checkpoint in the folder of its run, where a record could be kept")
+        raise UserError(
+            f"{where}: not a checkpoint in the folder of its run, where the record belongs; leave out --record"
+        )
     if file_facts(folder / WEIGHTS)["xxh3_128"] != identity["weights"]:
         raise UserError(f"{where}: {WEIGHTS} is not what {MANIFEST} says; take another checkpoint")
     return identity

@@ -24,7 +24,7 @@ def import_nanogpt(checkpoint: Path, folder: Path, tokenizer_name: str | None, t
     """Write `folder` from a nanoGPT checkpoint; returns lines that report what was done.
 
     `tokenizer_name`: as for `load_tokenizer`, "char" with the `text` it was made from; None writes the model alone.
-    Raises UserError for a file that is not of nanoGPT or would run code, and for a tokenizer that does not fit.
+    Raises UserError for a file that is not nanoGPT's or would run code, and for a tokenizer that does not fit.
     """
     where = f"checkpoint {checkpoint}"
     if not checkpoint.is_file():

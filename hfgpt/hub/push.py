@@ -47,7 +47,7 @@ UPLOADED = (
 CARD, RECORDS = "README.md", "metrics.jsonl"
 WEIGHTS = (".bin", ".safetensors", ".index.json", ".pt", ".h5", ".msgpack", ".gguf")
 TRIES, LONGEST_PAUSE_SECONDS = 6, 60.0
-# A try may take a minute, and the time that the weights take on a slow line.
+# A try may take a minute, plus the time that the weights take on a slow line.
 TRY_SECONDS, SLOWEST_BYTES_PER_SECOND = 60.0, 100_000
 
 
@@ -64,14 +64,14 @@ def push(
 
     repo_id: user/name, or name alone. private: None is the account's default; True refuses a public repository.
     revision: a branch, created if it does not exist. tag: a name for the commit. license, language: for the card,
-    instead of the run's. Raises UserError if nothing can be sent, and RunError for a folder that does not verify, of
-    which nothing is sent, or an upload that fails.
+    instead of the run's. Raises UserError if nothing can be sent, and RunError if the folder does not verify
+    (nothing is sent then) or the upload fails.
     """
     token = check_access(repo_id)
     given, folder = folder, Path(folder).resolve()  # checkpoint-latest may point elsewhere before this ends
     verified = verify(folder)
     if problems := verified["problems"]:
-        raise RunError(f"checkpoint {given} is not pushed: {'; '.join(problems)}")
+        raise RunError(f"checkpoint {given} was not pushed: {'; '.join(problems)}")
     if (folder / STATE).is_dir() and (reason := verified.get("loss_not_checked")):
         logger.warning("checkpoint %s: its loss was not checked (%s)", given, reason)
     if not sys.stderr.isatty():
@@ -255,5 +255,5 @@ def _cause(error: Exception, repo_id: str, token: str) -> str:
 
 
 def _without_signatures(text: str) -> str:
-    """Leave out the queries of storage addresses, which let anybody who has them write there."""
+    """Remove the queries of storage addresses: anybody who has them can write there."""
     return re.sub(r"(https?://[^\s'\"?]+)\?[^\s'\"]*", r"\1", text)

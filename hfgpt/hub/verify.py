@@ -36,7 +36,7 @@ def verify(folder: str | Path) -> dict[str, Any]:
     """Return facts about a checkpoint folder, and `problems`: what stops or surprises other tools, a line for each.
 
     `loss` is the evaluation loss as stock transformers gives it in float32, on the held-out tokens of the run;
-    `loss_not_checked` says why it is missing. Python warnings of transformers are logged, and are no problems.
+    `loss_not_checked` says why it is missing. Python warnings of transformers are logged, and are not problems.
     Raises UserError for a folder without a model.
     """
     folder = Path(folder)

@@ -1,4 +1,4 @@
-"""Attention masks: causal, padded, and with each document by itself.
+"""Attention masks: causal, with padding, and limited to each document.
 
 Shape suffixes: B batch, H heads, T query length, S key length.
 """

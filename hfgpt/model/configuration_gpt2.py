@@ -12,7 +12,7 @@ from transformers.activations import ACT2FN
 from hfgpt.errors import UserError
 from hfgpt.field_types import NOT_CONVERTIBLE, convert, describe, shown
 
-MOST_HEADS = 2**12  # up to which an error lists the numbers of heads that would fit
+MOST_HEADS = 2**12  # largest number of heads that an error lists as fitting
 _DROPOUTS = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
 _SIZES = ("n_layer", "n_head", "n_embd", "n_positions", "n_inner", "vocab_size")
 _NO_DROPOUT = dict.fromkeys(_DROPOUTS, 0.0)
@@ -71,7 +71,7 @@ def model_fields(model: str | dict[str, Any], defaults: dict[str, Any] = _NO_DRO
 
 
 def _checked_field(key: str, value: Any) -> Any:
-    """Return the value in the type of its field. Raises UserError where it cannot be used."""
+    """Return the value in the type of its field. Raises UserError if it cannot be used."""
     where = f"model.{shown(key)}={shown(value)}"
     if key not in _TYPES:
         near = _near(key, _TYPES)
@@ -106,7 +106,7 @@ def model_config(
 ) -> GPT2Config:
     """Return the GPT2Config of `model` (see `model_fields`) for a tokenizer of `vocab_size` rows and these ids.
 
-    Raises UserError where `model` states another vocab_size than the tokenizer's.
+    Raises UserError if `model` states another vocab_size than the tokenizer's.
     """
     fields = model_fields(model)
     stated = fields.pop("vocab_size", vocab_size)
@@ -120,7 +120,7 @@ def model_config(
 
 
 def fields_of(config: GPT2Config) -> dict[str, Any]:
-    """Return the fields from which `model_config` makes `config` again. Raises UserError for values that cannot work.
+    """Return the fields from which `model_config` builds `config` again. Raises UserError for values that cannot work.
 
     vocab_size is not among them, as a new model gets one row for each id of its tokenizer.
     """

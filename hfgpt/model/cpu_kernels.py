@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-PRODUCT_ATTENTION_LENGTH = 512  # up to which `product_attention` is the faster one
+PRODUCT_ATTENTION_LENGTH = 512  # longest sequence for which `product_attention` is faster
 
 
 def is_compiled_for_cpu(x: Tensor) -> bool:
@@ -37,6 +37,6 @@ def product_attention(q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, scale: flo
 
 
 def gelu_by_sigmoid(x: Tensor) -> Tensor:
-    """Compute GELU's 0.5 x (1 + tanh u) as x sigmoid(2 u): exp is vectorised where tanh is not."""
+    """Compute GELU's 0.5 x (1 + tanh u) as x sigmoid(2 u): exp is vectorised, tanh is not."""
     x32 = x.float()
     return (x32 * torch.sigmoid(math.sqrt(8 / math.pi) * (x32 + 0.044715 * x32**3))).to(x.dtype)

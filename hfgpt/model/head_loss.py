@@ -21,7 +21,7 @@ SOFTMAX_ROWS = 128  # tokens whose softmax exists at a time in evaluation; likew
 def head_loss(x_NC: Tensor, weight_VC: Tensor, target_N: Tensor, chunk_size: int | None = None) -> Tensor:
     """Return the summed negative log-likelihood in nats of the targets, a float32 scalar. Targets of -100 are ignored.
 
-    With `chunk_size`, the logits of at most so many tokens exist at a time.
+    With `chunk_size`, the logits of at most that many tokens exist at a time.
     """
     if chunk_size is None or x_NC.shape[0] <= chunk_size:
         return _unchunked_loss(x_NC, weight_VC, target_N)
@@ -43,8 +43,9 @@ def _unchunked_loss(x_NC: Tensor, weight_VC: Tensor, target_N: Tensor) -> Tensor
     logits_NV = F.linear(x_NC, weight_VC)[:, :V]  # the rows that were added take no probability
     if torch.is_grad_enabled():
         return F.cross_entropy(logits_NV.float(), target_N, reduction="sum")
-    # An evaluation shows the digit that the sum above loses over a thousand tokens; Tensor.sum adds in pairs. The
-    # softmax goes by a few rows at a time, as a second copy of the logits would set the peak. A compiler does both.
+    # The sum above loses a digit over a thousand tokens, which an evaluation would show; Tensor.sum adds pairwise. The
+    # softmax takes a few rows at a time, as a second copy of the logits would set the peak. Compiled code does both by
+    # itself.
     rows = len(target_N) if torch.compiler.is_compiling() else SOFTMAX_ROWS
     losses_N = torch.empty(len(target_N), device=x_NC.device)
     for losses, logits, target in zip(losses_N.split(rows), logits_NV.split(rows), target_N.split(rows), strict=True):

@@ -25,8 +25,9 @@ CUBLAS_WORKSPACE_BYTES = 32 * 2**20  # on Hopper, by torch's documentation of CU
 
 @dataclass(frozen=True)
 class Setting:
-    """How one of `processes` trains. With `sharded` they share the model (FSDP2), else each holds all of it (DDP).
+    """What the memory of one process depends on.
 
+    sharded: all `processes` share the model (FSDP2); else each holds all of it (DDP).
     device: "cuda" or "cpu". head: "" is the trainer's own, compiled with the model or in chunks; "whole" has all logits
     in an eager model; "returned" has them in a compiled model that returns them to its caller, as nanoGPT's does.
     """

@@ -180,7 +180,7 @@ class GPT2LMHeadModel(PreTrainedModel, GenerationMixin):
             labels: (B, T), the input ids, as in Hugging Face: position t is scored on labels[t + 1].
             shift_labels: (B, T), already shifted: position t is scored on shift_labels[t]. -100 is not scored.
             num_items_in_batch: divides the summed loss; default: the number of scored targets.
-            logits_to_keep: compute the logits of the last so many positions (0: all), or of these positions.
+            logits_to_keep: number of last positions to compute logits for (0: all), or the positions themselves.
 
         Returns only the loss with `shift_labels`, and with `labels` in training mode, so that no logits leave the head.
         Otherwise logits (B, T, V), the loss if there are labels, and the cache if it is used.

@@ -25,7 +25,9 @@ _TRANSPOSED = re.compile(r"\.(attn\.c_attn|attn\.c_proj|mlp\.c_fc|mlp\.c_proj)\.
 
 
 class NanoGPT(NamedTuple):
-    """`config` without special ids, `tensors` in float32 with GPT-2's names and shapes."""
+    """A nanoGPT model: its `config`, without special token ids, and its `tensors` in float32, with GPT-2's names and
+    shapes.
+    """
 
     config: GPT2Config
     tensors: dict[str, Tensor]

@@ -20,7 +20,7 @@ PADDED_TO = (8, 16, 32, 64, 128, 256, 512)
 def read_config(source: Path, where: str) -> GPT2Config:
     """Read the configuration of the model in a GPT-2 folder or a nanoGPT file.
 
-    Raises UserError, which begins with `where`, for what is missing, not readable or not GPT-2.
+    Raises UserError, which begins with `where`, if it is missing, unreadable or not GPT-2.
     """
     if source.is_file():
         return read_nanogpt(source, where).config
@@ -46,7 +46,7 @@ def read_config(source: Path, where: str) -> GPT2Config:
 def load_model(source: Path, where: str) -> GPT2LMHeadModel:
     """Load the model of a GPT-2 folder or a nanoGPT file, in float32 on the CPU, in evaluation mode.
 
-    Raises UserError, which begins with `where`, for what is missing, broken, not finite or not GPT-2.
+    Raises UserError, which begins with `where`, if it is missing, broken, not finite or not GPT-2.
     """
     # Only safetensors: the other format of weights can run code.
     options = {"dtype": torch.float32, "output_loading_info": True, "local_files_only": True, "use_safetensors": True}
@@ -68,9 +68,9 @@ def load_model(source: Path, where: str) -> GPT2LMHeadModel:
 
 
 def fit_vocabulary(model: GPT2LMHeadModel, tokenizer: PreTrainedTokenizerFast, where: str) -> int:
-    """Remove rows that only pad the vocabulary, and return how many they were.
+    """Remove rows that only pad the vocabulary, and return how many there were.
 
-    Raises UserError where the numbers of rows and entries differ by anything but padding.
+    Raises UserError if the numbers of rows and entries differ by more than padding.
     """
     rows, entries = model.config.vocab_size, model_rows(tokenizer)
     if rows != entries and not any(rows == -(-entries // multiple) * multiple for multiple in PADDED_TO):

@@ -27,9 +27,9 @@ from hfgpt.training.step import TrainStep
 
 @dataclass(frozen=True)
 class Measured:
-    """One split of the step: seconds, tokens per second, MFU (None: no peak is known), peak bytes.
+    """What was measured for one split of the step: seconds, tokens per second, MFU (None without a peak), peak bytes.
 
-    All are None if it did not fit.
+    All are None if the split did not fit in memory.
     """
 
     batch: Batch

@@ -204,7 +204,7 @@ def forecast(
 ) -> Forecast:
     """Forecast what a run with these `settings` of PretrainConfig takes. Raises UserError with all problems."""
     problems: list[str] = []
-    config = PretrainConfig(max_steps=1)  # for the device, where the settings have problems of their own
+    config = PretrainConfig(max_steps=1)  # for the device, if the settings have problems of their own
     model, target = None, None
     try:
         # With a micro-batch of 1 any step of whole sequences is possible; the largest one that fits is found below.
@@ -268,7 +268,7 @@ def _find_device(name: str | None, config: PretrainConfig, memory_gib: float | N
 
 
 def _choose_rated_precision(name: str, requested: str) -> Precision:
-    """Choose as `choose_precision` on the device itself, by the rates that are known of it."""
+    """Choose as `choose_precision` would on the device itself, by its known rates."""
     native = "bf16" if rated_peak(name, "bf16") else "fp16"
     if requested == "bf16" and native == "fp16":
         raise UserError(f"mixed_precision={requested}: {name} has no bf16; use fp16, or auto to choose it")

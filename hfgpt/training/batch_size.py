@@ -68,7 +68,7 @@ def time_splits(
 def find_fastest_split(step: TrainStep, needed_bytes: Callable[[Batch], int]) -> tuple[Batch, str]:
     """Return the split of the step with most tokens per second, and a line with what was measured.
 
-    needed_bytes: the estimated memory of a split, by which candidates are chosen. Raises UserError where none fits.
+    needed_bytes: the estimated memory of a split, by which candidates are chosen. Raises UserError if none fits.
     """
     device, optimizer = step.accelerator.device, step.optimizer
     is_cuda = device.type == "cuda"  # elsewhere a process that takes too much memory is killed
@@ -93,7 +93,7 @@ def choose_candidates(
 ) -> list[Batch]:
     """Return up to `CANDIDATES` splits, each micro-batch at least twice the one before, to the largest that fits.
 
-    beyond: to one that should not fit. Raises UserError where not even one block does.
+    beyond: add one that should not fit. Raises UserError if not even one block fits.
     """
     splits = batch.splits()
     fitting = [split for split in splits if needed_bytes(split) <= available_bytes]

@@ -39,7 +39,7 @@ def build_model(
 def attention_arguments(
     config: PretrainConfig, model: Any, tokenizer: PreTrainedTokenizerBase, compiled: bool
 ) -> Callable[[Tensor], dict[str, Any]]:
-    """Return what computes the extra inputs of the model from token ids (B, T): with document_masking, masks and
+    """Return a function of token ids (B, T) that returns extra inputs of the model: with document_masking, masks and
     positions.
     """
     if not config.document_masking:

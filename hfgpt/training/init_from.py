@@ -28,7 +28,7 @@ def resolve_init_from(config: PretrainConfig, resumed_from: Path | None) -> Pret
 
     A resumed run keeps the source that it began with; a tokenizer in a folder gets its whole path.
 
-    Raises UserError where `model` states something else than the source, other than dropout.
+    Raises UserError if `model` differs from the source in more than dropout.
     """
     if (tokenizer := Path(config.tokenizer).expanduser()).exists():
         config = config.with_facts(tokenizer=str(tokenizer.absolute()))
@@ -79,7 +79,7 @@ def _stated_source(config: PretrainConfig) -> tuple[str | None, dict[str, Any]]:
 def initial_weights(init_from: str, tokenizer: PreTrainedTokenizerFast, ranks: Ranks) -> dict[str, Tensor]:
     """Return the weights of `init_from` by parameter name on the main process, an empty dictionary on the others.
 
-    Raises UserError where they do not fit the tokenizer, and warns where its ids are not those of the source.
+    Raises UserError if they do not fit the tokenizer, and warns if its ids are not those of the source.
     """
     weights: dict[str, Tensor] = {}
 

@@ -26,8 +26,8 @@ class MemoryWatch:
     def micro_batch(self, index: int, count: int) -> Iterator[None]:
         """Raise MemoryRanOut on all processes if one had no room for micro-batch `index` of `count` inside.
 
-        Where processes share the model, or in the last micro-batch, in which they exchange gradients, they are out of
-        step by then: the error of the device ends the run.
+        If processes share the model, or in the last micro-batch, when they exchange gradients, they are out of step by
+        then: the error of the device ends the run.
         """
         alone, last = self.ranks.world_size == 1, index == count
         if not alone and not self.sharded and last and index > 1 and any(self.ranks.gather(self.failed)):

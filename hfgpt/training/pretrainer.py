@@ -196,7 +196,7 @@ def evaluate_or_stop(run: TrainingRun) -> None:
 
 
 def complete(run: TrainingRun) -> None:
-    """Finish after the last step: evaluate if that is missing, save the last checkpoint, end the records."""
+    """Finish after the last step: evaluate unless that was done, save the last checkpoint, end the records."""
     progress, max_steps = run.progress, run.plan.max_steps
     if not run.is_complete and run.is_main:
         print(f"Stopped at step {progress.step} of {max_steps}: {run.callbacks.why_stopped()}", flush=True)
@@ -208,17 +208,19 @@ def complete(run: TrainingRun) -> None:
 
 
 def stop(run: TrainingRun, fault: Exception) -> NoReturn:
-    """Save, and raise RunError that says how to continue. Call on all processes."""
+    """Save, and raise RunError, which says how to continue. Call on all processes."""
     finish(run, fault=str(fault))
-    message = f"{fault}; ended after step {run.progress.step}; {how_to_continue(run)}"
+    step = run.progress.step
+    lost = f"; step {step} is not saved" if run.saver.failures else ""
+    message = f"{fault}; ended after step {step}{lost}; {how_to_continue(run)}"
     raise RunError(message, getattr(fault, "exit_code", 1))
 
 
 def finish(run: TrainingRun, fault: str | None = None) -> None:
-    """Save and record everything that is not yet."""
+    """Save and record whatever has not been saved or recorded yet."""
     if run.progress.step not in (0, run.saver.saved_step):
         save(run, at_end=True)
-    note_saved(run, wait=True)
+    note_saved(run, wait=True, at_end=True)
     run.machine.accelerator.wait_for_everyone()
     run.callbacks.call("on_train_end")
     record_lost_output(run)

@@ -26,7 +26,7 @@ def save(run: TrainingRun, at_end: bool = False) -> None:
     run.saver.is_postponed = run.non_finite.skipped_in_a_row > 0 and not at_end
     if run.saver.is_postponed:
         return
-    note_saved(run, wait=True)
+    note_saved(run, wait=True, at_end=at_end)
     start_save(run)
     run.callbacks.mfu.on_save(run.callbacks.args, run.callbacks.state, run.callbacks.control)  # outside its clock
 
@@ -65,14 +65,18 @@ def trainer_state(run: TrainingRun) -> dict[str, Any]:
     }
 
 
-def note_saved(run: TrainingRun, wait: bool = False) -> None:
+def note_saved(run: TrainingRun, wait: bool = False, at_end: bool = False) -> None:
     """Record a checkpoint that was written, or failed, since the last call."""
     outcome = run.saver.collect(wait)
     record_saved(run, outcome)
     if isinstance(outcome, Path):
         run.callbacks.call("on_save")
     elif outcome is not None:
-        logger.warning("A checkpoint could not be written (%s). Training continues to the next one.", outcome)
+        is_ending = at_end or run.is_complete or run.callbacks.control.should_training_stop
+        next_action = "" if is_ending else ". Training continues"
+        logger.warning(
+            "The checkpoint of step %s could not be written (%s)%s", run.saver.saved_step, outcome, next_action
+        )
 
 
 def record_saved(run: TrainingRun, outcome: Path | Exception | None) -> None:

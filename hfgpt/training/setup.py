@@ -68,9 +68,11 @@ def _stopped_by_signals(signals: StopSignals) -> Iterator[None]:
         with signals.interruptible():
             yield
     except Interrupted as error:
-        fault = signals.to_error() or RunError("the main process was stopped", 128 + signal.SIGTERM)
-        cause = f"{error}; ended by " if str(error) else ""
-        raise RunError(f"{cause}{fault} before the first step", fault.exit_code) from error
+        fault = signals.to_error() or RunError("the end of the main process", 128 + signal.SIGTERM)
+        cause = f"{error}; " if str(error) else ""
+        raise RunError(
+            f"{cause}stopped by {fault} before the first step; nothing was written", fault.exit_code
+        ) from error
 
 
 def _prepare(

@@ -21,7 +21,7 @@ def tracker_names(report_to: str) -> list[str]:
 
 
 TRACKER_EXTRAS = ("tensorboard", "wandb", "trackio", "mlflow")
-# Modules, one of which must be installed, and packages, if they are not named like the tracker.
+# Modules (one of them must be installed) and packages of trackers, if they do not have the name of the tracker.
 _MODULES = {
     "tensorboard": ("tensorboard", "tensorboardX"),
     "azure_ml": ("azureml",),

@@ -252,8 +252,8 @@ def test_copies_named_as_later_checkpoints_are_not_used(config, tmp_path, caplog
     (deep / MANIFEST).write_text("[" * 200_000)
     resumed = trained(config(resume_from_checkpoint="latest"))
     assert resumed.resumed.folder.name == "checkpoint-4"
-    assert "checkpoint-50 is not used: it is a copy of checkpoint-2" in caplog.text
-    assert "checkpoint-60 is not used: manifest.json is unreadable" in caplog.text
+    assert "checkpoint-50 is skipped (it is a copy of checkpoint-2); trying the checkpoint before it" in caplog.text
+    assert "checkpoint-60 is skipped (manifest.json is unreadable" in caplog.text
 
 
 def test_links_in_the_run_folder_lead_to_no_file_outside(config, tmp_path):
@@ -298,7 +298,7 @@ def test_checkpoints_of_another_run_are_not_taken_for_this_runs(config, tmp_path
     trained(config(max_steps=4))
     shutil.copytree(tmp_path / "stranger" / "checkpoint-8", tmp_path / "run" / "checkpoint-8")
     resumed = trained(config(resume_from_checkpoint="latest", max_steps=10, save_total_limit=1))
-    assert "checkpoint-8 is not used: it is of another run" in caplog.text
+    assert "checkpoint-8 is skipped (it belongs to another run)" in caplog.text
     assert resumed.resumed.folder.name == "checkpoint-4"
 
 

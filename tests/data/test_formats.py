@@ -47,7 +47,7 @@ KINDS = {
     "lines.parquet": (LINES, "is JSON, not parquet"),
     "compressed.jsonl": (gzip.compress(LINES.encode()), "compressed with gzip; add .gz to its name"),
     "compressed.parquet": (gzip.compress(PARQUET), "compressed with gzip"),
-    "uncompressed.jsonl.gz": (LINES, "take .gz out of its name"),
+    "uncompressed.jsonl.gz": (LINES, "remove .gz from its name"),
     "twice.jsonl.gz": (gzip.compress(gzip.compress(LINES.encode())), "compressed with gzip"),
     "book.txt": (b"PK\x03\x04" + bytes(99), "office document"),
     "paper.txt": (b"%PDF-1.7\n" + bytes(99), "is a PDF document"),

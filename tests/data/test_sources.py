@@ -63,6 +63,15 @@ def test_spans_cut_between_lines(tmp_path, monkeypatch, span):
     assert read(source) == (TEXTS, {})
 
 
+def test_a_split_on_the_hub_without_readable_files_is_refused_with_the_fix(monkeypatch):
+    files = ["hf://datasets/user/tables@c0ffee/data/a.csv"]
+    monkeypatch.setattr("hfgpt.data.sources.hub_files", lambda *_: (files, "c0ffee"))
+    with pytest.raises(
+        UserError, match=r"file in split train; a\.csv is CSV, which is not read; convert it, for example"
+    ):
+        open_source("user/tables")
+
+
 def test_folders_and_globs_take_known_files_in_order(tmp_path):
     (tmp_path / "sub").mkdir()
     write_jsonl(tmp_path / "b.jsonl", ["b"])

@@ -330,11 +330,23 @@ def test_a_task_and_a_record_from_the_command_line(tmp_path, document_folder, mo
     by_task = {record["task"]: record for record in read_evaluations(checkpoint)}
     assert by_task["hellaswag"]["examples"] == 6 and 0 <= by_task["hellaswag"]["accuracy_norm"] <= 1
     assert by_task["text"]["scored_tokens"] == 300 and by_task["text"]["sequence_length"] == 16  # as trained
-    for flags in (
-        ["--task", "hellaswag", "--stride", "3"],
-        ["--task", "hellaswag", "--torch_compile"],
-        ["--dataset", str(document_folder), "--limit", "3"],
+    for flags, problem in (
+        (["--task", "hellaswag", "--stride", "3"], "--stride: cannot be used with --task hellaswag; leave it out"),
+        (
+            ["--task", "hellaswag", "--eval_tokens", "9", "--packed"],
+            "--by_document/--packed, --eval_tokens: cannot be used with --task hellaswag; leave them out",
+        ),
+        (["--dataset", str(document_folder), "--limit", "3"], "--limit: only used with --task; leave it out"),
     ):
         monkeypatch.setattr("sys.argv", ["hfgpt", "evaluate", str(checkpoint), *flags])
-        with pytest.raises(UserError, match=r"not for --task hellaswag|only for --task"):
+        with pytest.raises(UserError) as wrong:
             cli.run_app()
+        assert str(wrong.value) == problem
+
+    (checkpoint.parent / "evaluations.jsonl").unlink()
+    (checkpoint.parent / "evaluations.jsonl").mkdir()
+    recorded = ["--dataset", str(task), "--limit", "6", "--json", "--record"]
+    monkeypatch.setattr("sys.argv", ["hfgpt", "evaluate", str(checkpoint), "--task", "hellaswag", *recorded])
+    with pytest.raises(UserError, match=r"evaluations.jsonl: cannot be written .*, so nothing was recorded; fix that"):
+        cli.run_app()
+    assert json.loads(capsys.readouterr().out)["examples"] == 6  # the result is not lost

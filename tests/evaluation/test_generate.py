@@ -386,10 +386,14 @@ def letters_of(folder):
     return load_checkpoint(folder, torch.device("cpu"))[1]
 
 
-def test_a_closed_standard_input_is_refused_and_ctrl_c_has_its_code(capsys, monkeypatch, checkpoint):
+def test_standard_input_closed_or_named_twice_is_refused_and_ctrl_c_has_its_code(capsys, monkeypatch, checkpoint):
     monkeypatch.setattr("sys.argv", ["hfgpt", "generate", str(checkpoint), "--prompt", "-"])
     monkeypatch.setattr("sys.stdin", None)
     with pytest.raises(UserError, match="standard input is closed"):
+        cli.run_app()
+    monkeypatch.setattr("sys.argv", ["hfgpt", "generate", str(checkpoint), "--prompt", "-", "--prompt", "-"])
+    monkeypatch.setattr("sys.stdin", io.StringIO("hello\n"))
+    with pytest.raises(UserError, match="prompt -: stands for standard input, which can be read only once"):
         cli.run_app()
 
     def interrupted(*_, **__):

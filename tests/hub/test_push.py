@@ -225,7 +225,7 @@ def test_what_does_not_verify_is_not_sent(folder, client, damage, named):
         sealed(folder)
     with HubServer({}, token=TOKEN) as server:
         client(server)
-        with pytest.raises(RunError, match=r"is not pushed: .*" + named):
+        with pytest.raises(RunError, match=r"was not pushed: .*" + named):
             hub.push(folder, "me/tiny")
         assert server.requests == []
 

@@ -78,6 +78,6 @@ def test_the_command_measures_and_draws(monkeypatch, tmp_path):
     found = json.loads(CliRunner().invoke(app, [*flags, "--torch_compile", "false", "--json"]).stdout)
     assert [row["micro_batch"] for row in found["cuts"]] == [1, 2, 4] and found["peak_source"]
     wrong = CliRunner().invoke(app, [*flags, "--watts", "300", "--output", str(tmp_path / "none" / "cuts.png")])
-    assert "watts: no meaning with --measure" in str(wrong.exception)
+    assert "watts: cannot be used with --measure" in str(wrong.exception)
     wrong = CliRunner().invoke(app, ["plan", "--tokens_per_step", "1024", "--output", "cuts.png"])
-    assert "is the plot of --measure" in str(wrong.exception)
+    assert "only --measure draws a plot" in str(wrong.exception)

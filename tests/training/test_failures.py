@@ -191,6 +191,28 @@ def test_a_checkpoint_that_cannot_be_written_at_the_end_is_no_second_fault(confi
     assert "continue with" in raised.value.end_of_run and find_damage(pretrainer.run.folder.checkpoint(2)) is None
 
 
+def test_a_signal_whose_checkpoint_cannot_be_written_says_so(config, monkeypatch, caplog):
+    class Stop(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 3:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    write = hfgpt.checkpointing.state.write_files
+
+    def full_from_step_3(*args):
+        if pretrainer.run.progress.step == 3:
+            raise OSError(28, "No space left on device")
+        write(*args)
+
+    pretrainer = Pretrainer(config(save_steps=2), [Stop()])
+    monkeypatch.setattr(hfgpt.checkpointing.state, "write_files", full_from_step_3)
+    with pytest.raises(RunError) as raised:
+        pretrainer.train()
+    end = "SIGTERM; ended after step 3; step 3 is not saved; continue with --resume_from_checkpoint latest"
+    assert str(raised.value) == end and raised.value.exit_code == 143
+    assert "The checkpoint of step 3 could not be written ([Errno 28] No space left on device)" in caplog.messages
+
+
 def test_a_model_is_in_training_mode_again_after_an_evaluation_that_fails(config):
     run, error = ended(config(eval_steps=1), ModelFails(2, False, ValueError("no")))
     assert isinstance(error, ValueError) and str(error) == "no"
@@ -357,7 +379,9 @@ def test_a_signal_ends_the_set_up_at_once(config, monkeypatch, capsys, name):
     monkeypatch.setattr("hfgpt.training.setup.prepare_data", slow)
     began = time.monotonic()
     code, lines = ending(capsys, Pretrainer(config()).train)
-    assert code == 128 + signal.Signals[name] and lines == [f"error: {name} before the first step"]
+    assert code == 128 + signal.Signals[name] and lines == [
+        f"error: stopped by {name} before the first step; nothing was written"
+    ]
     assert time.monotonic() - began < 20 and not os.path.exists(config().output_dir)
 
 

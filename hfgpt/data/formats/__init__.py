@@ -1,4 +1,7 @@
-"""Readers of file formats. To add one, write a module with the two functions of `Format` and enter it in `FORMATS`.
+"""Readers of file formats.
+
+To add one, write a module with the two functions of `Format` and enter it in `FORMATS`. A new suffix also goes into
+`KINDS` and `KNOWN` in `hfgpt/data/kinds.py` (and out of `OTHER_KINDS`, if it is there).
 
 A reader turns a file into units and a unit into rows. It knows nothing of documents that are held out, of shuffling,
 or of the order of a stream; those know units and rows alone, whatever their format.
@@ -25,7 +28,7 @@ class Format(Protocol):
     def read_rows(self, unit: Unit, text_column: str) -> list[Any]:
         """Return the texts of a unit's rows, as str or as bytes in UTF-8. Row n of a unit is always the same.
 
-        Where a row has no text: whatever else it holds, or an `Unusable` with the reason.
+        For a row without text: whatever else it holds, or an `Unusable` with the reason.
         """
 
 

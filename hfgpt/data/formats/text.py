@@ -11,7 +11,7 @@ from hfgpt.data.kinds import BadFile
 from hfgpt.data.units import IN_MEMORY_BYTES, Unit
 
 DOCUMENT_CHARACTERS = 64 * 2**10
-# For a stream, text files are split into about this many documents, none smaller than so many characters.
+# For a stream, text files are split into about STREAM_DOCUMENTS documents of at least SMALLEST_PIECE characters.
 STREAM_DOCUMENTS, SMALLEST_PIECE = 1024, 2**10
 
 
@@ -32,7 +32,7 @@ def read_rows(unit: Unit, text_column: str) -> list[str]:
     text = data.decode().replace("\r\n", "\n")
     if size is None:
         return [text]
-    # After so many characters a document ends with its line; given a size, after twice as many in any case.
+    # A document ends with its line after that many characters; given a size, after twice as many in any case.
     rest_of_line = rf"[^\n]{{0,{size}}}" if size else r"[^\n]*"
     return re.findall(rf"(?s:.{{1,{size or DOCUMENT_CHARACTERS}}}){rest_of_line}\n?", text)
 

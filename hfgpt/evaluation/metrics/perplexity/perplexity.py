@@ -87,7 +87,7 @@ class Perplexity(evaluate.Metric):
 
 
 def _scored(row: int, nll_T: np.ndarray, labels_T: np.ndarray) -> np.ndarray:
-    """Return the scored values of a row, float64. Raises UserError for what is no negative log-likelihood."""
+    """Return the scored values of a row, float64. Raises UserError if one is not a negative log-likelihood."""
     if nll_T.shape != labels_T.shape:
         raise UserError(f"row {row}: {len(nll_T)} predictions and {len(labels_T)} references; give one for each token")
     scored = nll_T[(labels_T != UNSCORED) & (nll_T != UNSCORED)]
