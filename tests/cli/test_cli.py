@@ -146,7 +146,7 @@ def test_odd_facts_of_a_run_are_refused_by_name_and_by_no_assertion(tmp_path):
         with pytest.raises(UserError, match="give a run folder"):
             audit(tmp_path)
     (tmp_path / "prompts.jsonl").write_text('{"prompt": 5}')
-    with pytest.raises(UserError, match="line 1 is not"):
+    with pytest.raises(UserError, match="line 1 has no text"):
         read_prompts(tmp_path / "prompts.jsonl")
 
 
