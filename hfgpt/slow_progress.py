@@ -18,6 +18,14 @@ DELAY_SECONDS = 5.0  # work that is done by then is not shown
 BAR_SECONDS, LINE_SECONDS = 0.5, 30.0  # between updates of the bar, and between lines in a file
 
 
+def has_room_for_bar() -> bool:
+    """Return whether stderr is a terminal with a size; on one without, as in some containers, tqdm shows nothing."""
+    try:
+        return sys.stderr.isatty() and os.get_terminal_size(sys.stderr.fileno()).lines > 0
+    except (OSError, ValueError):  # it has no descriptor, or is closed
+        return False
+
+
 class SlowWork:
     """Shows how far the work inside the context is. Only the main process shows anything.
 
@@ -64,7 +72,7 @@ class SlowWork:
     def _watch(self) -> None:
         pause = DELAY_SECONDS
         while not self._ended.wait(pause):
-            if sys.stderr.isatty():
+            if has_room_for_bar():
                 self._show_bar()
                 pause = BAR_SECONDS
             else:

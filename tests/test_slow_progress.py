@@ -30,18 +30,15 @@ from hfgpt.slow_progress import SlowWork
 class Shown(io.StringIO):
     """A stderr that can be waited for."""
 
-    def __init__(self, is_terminal: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.is_terminal, self.changed = is_terminal, threading.Condition()
+        self.changed = threading.Condition()
 
     def write(self, text: str) -> int:
         with self.changed:
             count = super().write(text)
             self.changed.notify_all()
         return count
-
-    def isatty(self) -> bool:
-        return self.is_terminal
 
     def wait_for(self, text: str) -> None:
         with self.changed:
@@ -100,7 +97,8 @@ def test_work_that_fails_is_shown_no_more(monkeypatch):
 def test_a_terminal_gets_a_bar_that_is_gone_in_the_end(monkeypatch):
     monkeypatch.setattr(slow_progress, "DELAY_SECONDS", 0.0)
     monkeypatch.setattr(slow_progress, "BAR_SECONDS", 0.001)
-    monkeypatch.setattr(sys, "stderr", shown := Shown(is_terminal=True))
+    monkeypatch.setattr(slow_progress, "has_room_for_bar", lambda: True)
+    monkeypatch.setattr(sys, "stderr", shown := Shown())
     with SlowWork("tokenizing", "documents", 4) as work:
         for number, _ in enumerate(work.count("abcd")):
             shown.wait_for(f" {number}/4 [")
@@ -113,9 +111,8 @@ def test_a_terminal_gets_a_bar_that_is_gone_in_the_end(monkeypatch):
 
 @pytest.fixture
 def terminal(monkeypatch):
-    """Makes stdout and stderr a terminal of 100 columns, and returns a function that returns what was written to it."""
+    """Makes stdout and stderr a terminal, and returns a function that returns what was written to it."""
     leader, follower = pty.openpty()
-    fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 100, 0, 0))
     parts: list[bytes] = []
 
     def read() -> None:
@@ -132,7 +129,8 @@ def terminal(monkeypatch):
         reader.join(20)
         return b"".join(parts).decode()
 
-    def connect():
+    def connect(rows: int = 40, columns: int = 100):
+        fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
         monkeypatch.setattr(sys, "stderr", screen)
         monkeypatch.setattr(sys, "stdout", screen)
         return written
@@ -166,6 +164,12 @@ def test_training_with_stdout_in_a_file_has_its_lines_there(config, terminal, mo
     lines = [line for line in (tmp_path / "log").read_text().splitlines() if line.startswith("step ")]
     assert [line[:8] for line in lines if "loss" in line] == [f"step {step}/6" for step in range(1, 7)]
     assert "step 6/6 |" in written()
+
+
+def test_training_on_a_terminal_without_a_size_prints_lines(config, terminal):
+    written = terminal(0, 0)
+    trained(config())
+    assert re.findall(r"^step (\d)/6  loss \d", written(), re.M) == [*"123456"]
 
 
 def wait_in(monkeypatch, module, name: str, stderr: Shown, text: str) -> None:
