@@ -75,12 +75,7 @@ def prepare_data(
     if not in_memory:
         source = source.split_for_stream()
     skipped = +Counter(bad_file=source.skipped_files)
-    documents = None
-    if in_memory:
-        with SlowWork("reading the text", "documents") as work:
-            documents = list(work.count(read_documents(source, source.units, skipped)))
-    if documents == []:
-        raise no_documents(f"dataset={config.dataset}", skipped)
+    documents = _read_all(config, source, skipped) if in_memory else None
     with SlowWork("reading the held-out text"):
         held_out = hold_out(config, source, documents, saved_rule)
     skipped.update({f"eval_{reason}": count for reason, count in held_out.skipped.items()})
@@ -141,6 +136,14 @@ def _open_training_source(config: PretrainConfig) -> Source:
 
 def _fits_memory(source: Source) -> bool:
     return source.is_local and source.size_bytes <= IN_MEMORY_BYTES
+
+
+def _read_all(config: PretrainConfig, source: Source, skipped: Counter[str]) -> list[str]:
+    with SlowWork("reading the text", "documents") as work:
+        documents = list(work.count(read_documents(source, source.units, skipped)))
+    if not documents:
+        raise no_documents(f"dataset={config.dataset}", skipped)
+    return documents
 
 
 def _load_tokenizer(
