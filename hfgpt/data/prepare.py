@@ -30,6 +30,7 @@ from hfgpt.errors import UserError
 from hfgpt.field_types import AUTO
 from hfgpt.files import has_tokenizer
 from hfgpt.model.configuration_gpt2 import model_fields
+from hfgpt.slow_progress import SlowWork
 
 CHARACTER_SCAN_BYTES = 256 * 2**20
 
@@ -74,10 +75,9 @@ def prepare_data(
     if not in_memory:
         source = source.split_for_stream()
     skipped = +Counter(bad_file=source.skipped_files)
-    documents = list(read_documents(source, source.units, skipped)) if in_memory else None
-    if documents == []:
-        raise no_documents(f"dataset={config.dataset}", skipped)
-    held_out = hold_out(config, source, documents, saved_rule)
+    documents = _read_all(config, source, skipped) if in_memory else None
+    with SlowWork("reading the held-out text"):
+        held_out = hold_out(config, source, documents, saved_rule)
     skipped.update({f"eval_{reason}": count for reason, count in held_out.skipped.items()})
     training = dataclasses.replace(source, units=held_out.units, exclude=held_out.exclude)
     kept = [text for text in held_out.documents if text_hash(text) not in held_out.exclude]
@@ -138,6 +138,14 @@ def _fits_memory(source: Source) -> bool:
     return source.is_local and source.size_bytes <= IN_MEMORY_BYTES
 
 
+def _read_all(config: PretrainConfig, source: Source, skipped: Counter[str]) -> list[str]:
+    with SlowWork("reading the text", "documents") as work:
+        documents = list(work.count(read_documents(source, source.units, skipped)))
+    if not documents:
+        raise no_documents(f"dataset={config.dataset}", skipped)
+    return documents
+
+
 def _load_tokenizer(
     config: PretrainConfig, whole: Source | list[str], part: Source | list[str]
 ) -> PreTrainedTokenizerFast:
@@ -151,9 +159,12 @@ def _load_tokenizer(
             hint = "gpt2 for nanoGPT's 50,304 rows, char for its character models"
             raise UserError(f"init_from={config.init_from}: has no tokenizer of its own; state --tokenizer ({hint})")
         name = str(files)
-    if not (name == "char" or name.startswith("bpe-") or os.path.exists(name)):
+    is_trained = name == "char" or name.startswith("bpe-")
+    if not (is_trained or os.path.exists(name)):
         check_hub(f"tokenizer={name}", name)
-    return load_tokenizer(name, lambda: texts, model_fields(config.model).get("n_positions", 1024))
+    what, unit = ("training", "documents") if is_trained else ("loading", "")
+    with SlowWork(f"{what} the tokenizer {name}", unit) as work:
+        return load_tokenizer(name, lambda: work.count(texts), model_fields(config.model).get("n_positions", 1024))
 
 
 def _make_encoder(config: PretrainConfig, tokenizer: PreTrainedTokenizerFast) -> Encoder:
@@ -241,8 +252,9 @@ def _encode_validation(
 
 def _encode(encoder: Encoder, texts: list[str]) -> list[Document]:
     groups = [texts[start : start + 64] for start in range(0, len(texts), 64)]
-    with ThreadPoolExecutor(os.cpu_count()) as pool:  # encoding releases the interpreter lock
-        return list(chain.from_iterable(pool.map(encoder.documents, groups)))
+    # Encoding releases the interpreter lock.
+    with ThreadPoolExecutor(os.cpu_count()) as pool, SlowWork("tokenizing", "documents", len(texts)) as work:
+        return list(work.count(chain.from_iterable(pool.map(encoder.documents, groups))))
 
 
 def _losses(documents: list[Document]) -> Counter[str]:

@@ -29,7 +29,8 @@ from hfgpt.data.rows import read_rows
 from hfgpt.distributed.ranks import Ranks
 from hfgpt.errors import RunError, UserError
 from hfgpt.evaluation.loading import count_padded_rows
-from hfgpt.evaluation.loss import evaluation_mode, show_progress
+from hfgpt.evaluation.loss import evaluation_mode
+from hfgpt.slow_progress import SlowWork
 
 HUB_DATASET, SPLIT = "Rowan/hellaswag", "validation"
 ENDINGS = 4
@@ -183,8 +184,9 @@ def _score_texts(model: Any, texts: Sequence[Text], batch_size: int, accelerator
     batches = [own[start : start + batch_size] for start in range(0, len(own), batch_size)]
     nll: list[tuple[int, float]] = []
     # Eager: a compiled model would be compiled again for each length.
-    with evaluation_mode(model), torch.compiler.set_stance("force_eager"):
-        for numbers in show_progress(batches, accelerator.is_main_process):
+    eager, progress = torch.compiler.set_stance("force_eager"), SlowWork("evaluation", "batches", len(batches))
+    with evaluation_mode(model), eager, progress as work:
+        for numbers in work.count(batches):
             batch = [texts[number] if number >= 0 else Text([0, 0], 1, False) for number in numbers]
             nll += zip(numbers, _batch_nll(model, batch, accelerator), strict=True)
     by_number = dict(gather_object(nll))

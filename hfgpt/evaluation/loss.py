@@ -3,28 +3,22 @@
 from __future__ import annotations
 
 import math
-import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor, nn
-from tqdm import tqdm  # type: ignore[import-untyped]
 
 from hfgpt.distributed.compiler import run_compiled
 from hfgpt.errors import UserError
 from hfgpt.model.head_loss import UNSCORED
-
-T = TypeVar("T")
-
-PROGRESS_AFTER_SECONDS = 5.0
-PROGRESS_LINE_SECONDS = 30.0  # between lines, where stderr is a file
+from hfgpt.slow_progress import SlowWork
 
 
 def windows(lengths: Sequence[int], sequence_length: int, stride: int | None = None) -> np.ndarray:
@@ -95,8 +89,8 @@ def sum_nll(
     # Made at once: small tensors that live on between large freed ones would keep their memory from being reused.
     sums = torch.zeros(len(own_parts) // batch_size, device=device)
     starts = range(0, len(own_parts), batch_size)
-    with evaluation_mode(model):
-        for number, start in enumerate(show_progress(starts, accelerator.is_main_process)):
+    with evaluation_mode(model), SlowWork("evaluation", "batches", len(starts)) as work:
+        for number, start in enumerate(work.count(starts)):
             if stop():
                 return None
             blocks = scored_blocks(tokens, own_parts[start : start + batch_size], sequence_length)
@@ -118,13 +112,6 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         model.train(was_training)
-
-
-def show_progress(work: Iterable[T], is_main: bool) -> Iterable[T]:
-    """Return `work` with a progress bar on stderr of the main process, shown once it has taken 5 seconds."""
-    interval = 0.5 if sys.stderr.isatty() else PROGRESS_LINE_SECONDS
-    options: dict[str, Any] = {"delay": PROGRESS_AFTER_SECONDS, "mininterval": interval, "leave": False}
-    return tqdm(work, "evaluation", unit="batch", disable=not is_main, **options)
 
 
 def evaluate_tokens(

@@ -12,6 +12,7 @@ import numpy as np
 from hfgpt.data.encoding import Document, Encoder
 from hfgpt.data.sources import open_source, read_documents
 from hfgpt.errors import UserError
+from hfgpt.slow_progress import SlowWork
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,9 @@ def read_text(
     is_apart = (has_own_start and bos != eos) if by_document is None else by_document
     if is_apart or start is not None:
         encoder.newline_id = None  # no line end joins the documents
-    documents, count, lost = _encode(encoder, read_documents(opened, opened.units, skipped), is_apart, eval_tokens)
+    with SlowWork("reading and tokenizing", "documents") as work:
+        texts = work.count(read_documents(opened, opened.units, skipped))
+        documents, count, lost = _encode(encoder, texts, is_apart, eval_tokens)
     tokens = encoder.joined(documents)
     lengths = [len(document.ids) for document in documents] if is_apart else [len(tokens)]
     if eval_tokens is not None and (surplus := len(tokens) - len(lengths) - eval_tokens) > 0:

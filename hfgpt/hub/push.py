@@ -34,6 +34,7 @@ from hfgpt.hub.model_card import (
 )
 from hfgpt.hub.verify import verify
 from hfgpt.retry import is_temporary, retry
+from hfgpt.slow_progress import SlowWork
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +82,7 @@ def push(
         return _upload(HfApi(token=token), folder, repo_id, private, revision, tag, license, language)
 
     try:
-        with quiet_hub():
+        with quiet_hub(), SlowWork(f"uploading to {repo_id}"):
             return _retry(upload, (folder / "model.safetensors").stat().st_size)
     except (RunError, UserError):
         raise

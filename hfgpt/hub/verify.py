@@ -23,6 +23,7 @@ from hfgpt.errors import UserError
 from hfgpt.evaluation.loss import scored_blocks, windows
 from hfgpt.files import has_tokenizer, read_text_file
 from hfgpt.model.configuration_gpt2 import model_rows
+from hfgpt.slow_progress import SlowWork
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +97,8 @@ def _load_in_clean_process(
             command.append(str(Path(temporary, "blocks.npz")))
             np.savez(command[-1], inputs=blocks[0], targets=blocks[1])
         environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
-        return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=temporary)
+        with SlowWork("verifying with stock transformers"):
+            return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=temporary)
 
 
 def _evaluation(folder: Path) -> tuple[float, float, tuple[np.ndarray, np.ndarray]]:

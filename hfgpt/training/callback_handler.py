@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,6 +24,7 @@ from transformers.trainer_callback import (
 from hfgpt.batch import Batch
 from hfgpt.config import PretrainConfig
 from hfgpt.distributed.ranks import Ranks
+from hfgpt.slow_progress import has_room_for_bar
 from hfgpt.training.callbacks import LogLineCallback, PerplexityCallback, ProgressLineCallback, SampleCallback
 from hfgpt.training.mfu import MFUCallback, only_numbers
 from hfgpt.training.progress import Progress
@@ -148,7 +148,7 @@ class Callbacks:
             if isinstance(callback, SampleCallback):
                 callback.around = outside_the_clock
         restore_callbacks(callbacks, saved_states)
-        display = ProgressLineCallback() if sys.stderr.isatty() else LogLineCallback()
+        display = ProgressLineCallback() if has_room_for_bar() else LogLineCallback()
         self.handler = CallbackHandler(
             [DefaultFlowCallback(), *callbacks, display], step.model, tokenizer, step.scaled_optimizer, None
         )

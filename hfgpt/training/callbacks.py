@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 from torch.distributed.tensor import DTensor
+from tqdm.auto import tqdm  # type: ignore[import-untyped]
 from transformers import TrainerCallback
 from transformers.trainer_callback import ProgressCallback, TrainerState
 
@@ -88,22 +90,25 @@ class SampleCallback(TrainerCallback):
             texts = list(self.texts(model, processing_class))
         if state.is_world_process_zero:
             for prompt, text in zip(self.prompts, texts, strict=True):
-                print(f"sample at step {state.global_step}: {prompt}{text}", flush=True)
+                with tqdm.external_write_mode():  # above a progress bar
+                    print(f"sample at step {state.global_step}: {prompt}{text}", flush=True)
 
 
-def log_line(state: TrainerState, logs: dict[str, Any]) -> str:
-    """Format a training or evaluation log as one line: `step 50/2000  loss 2.501  ...  ETA 0:03:20`.
-
-    The ETA covers the remaining steps at the speed of the last ones, without evaluation and saving.
-    """
+def shown_values(state: TrainerState, logs: dict[str, Any]) -> dict[str, str]:
+    """Return what is shown of a log, by its key. The ETA is without evaluation and saving."""
     left = (state.max_steps - state.global_step) * (logs.get("step_seconds") or 0)
     shown = {key: template.format(logs[key]) for key, template in SHOWN.items() if logs.get(key) is not None}
     if logs.get("memory_bytes"):
         shown["memory"] = f"{logs['memory_bytes'] / 2**30:.3g} GiB"
     if left:
         shown["eta"] = f"ETA {duration(left)}"
+    return shown
+
+
+def log_line(state: TrainerState, logs: dict[str, Any]) -> str:
+    """Format a training or evaluation log as one line: `step 50/2000  loss 2.501  ...  ETA 0:03:20`."""
     width = len(str(state.max_steps))
-    return "  ".join([f"step {state.global_step:{width}}/{state.max_steps}", *shown.values()])
+    return "  ".join([f"step {state.global_step:{width}}/{state.max_steps}", *shown_values(state, logs).values()])
 
 
 class LogLineCallback(TrainerCallback):
@@ -115,8 +120,23 @@ class LogLineCallback(TrainerCallback):
 
 
 class ProgressLineCallback(ProgressCallback):
-    """Shows transformers' progress bar, and prints each log as one line above it."""
+    """Shows a progress bar with the newest training log, and prints each evaluation as a line above it.
+
+    Training logs are printed too if stdout is a file.
+    """
+
+    IN_BAR = ("loss", "tokens_per_second", "mfu", "eta")
+
+    def on_train_begin(self, args, state, control, **kwargs) -> None:
+        if state.is_world_process_zero:
+            form = {"bar_format": "step {n_fmt}/{total_fmt} |{bar}| {desc}", "dynamic_ncols": True, "file": sys.stderr}
+            self.training_bar = tqdm(total=state.max_steps, initial=state.global_step, **form)
+        self.current_step = state.global_step
 
     def on_log(self, args, state, control, logs=None, **kwargs) -> None:
         if state.is_world_process_zero and self.training_bar is not None:
-            self.training_bar.write(log_line(state, logs))
+            if "loss" in logs:
+                shown = shown_values(state, logs)
+                self.training_bar.set_description_str("  ".join(shown[key] for key in self.IN_BAR if key in shown))
+            if "loss" not in logs or not sys.stdout.isatty():
+                self.training_bar.write(log_line(state, logs), file=sys.stdout)

@@ -19,6 +19,7 @@ from hfgpt.errors import RunError, UserError, name_process
 from hfgpt.evaluation.loss import evaluate_tokens
 from hfgpt.hub.push import push_trained
 from hfgpt.safe_output import safe
+from hfgpt.slow_progress import SlowWork
 from hfgpt.training.attempts import attempts, fit_micro_batch
 from hfgpt.training.failures import how_to_continue, saved_on_failure
 from hfgpt.training.non_finite import Step
@@ -54,7 +55,8 @@ class Pretrainer:
                 if run.is_main:
                     print("\n".join(run.plan.lines()), flush=True)
                 # Read a batch first, so that nothing is written if the text cannot be read.
-                batch = None if run.is_complete else next_batch(run)
+                with SlowWork("reading the text of the first step"):
+                    batch = None if run.is_complete else next_batch(run)
                 start(run)
                 if run.progress.evaluation_is_due:
                     evaluate_or_stop(run)

@@ -25,6 +25,7 @@ class Progress:
     evaluation_is_due: bool = False  # a signal interrupted one
     best_metric: float | None = None
     best_step: int | None = None
+    trackers: dict[str, str] = field(default_factory=dict)  # the id of the run in each tracker
 
     def to_json(self) -> dict[str, Any]:
         state = {one.name: getattr(self, one.name) for one in fields(self)}

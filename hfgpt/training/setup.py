@@ -41,6 +41,7 @@ from hfgpt.training.progress import Progress
 from hfgpt.training.resume import Resumed, resume
 from hfgpt.training.run import Machine, TrainingRun
 from hfgpt.training.step import TrainStep
+from hfgpt.training.tracker_runs import keep_runs
 from hfgpt.training.trackers import trackers
 
 
@@ -165,6 +166,8 @@ def _build_callbacks(
     resumed: Resumed | None,
 ) -> Callbacks:
     config, accelerator, resumed_from = plan.config, machine.accelerator, resumed.folder if resumed else None
+    if accelerator.is_main_process:
+        reporting = keep_runs(reporting, progress, resumed)
     choices = (plan.max_steps, machine.precision.name, plan.compile.enabled, resumed_from)
     return Callbacks(
         *(config, own, reporting, callback_arguments(config, step.batch, *choices), progress, step, data.tokenizer),

@@ -56,15 +56,3 @@ def test_unknown_bytes_give_no_bits_per_byte(model):
     options = {"accelerator": Accelerator(), "sequence_length": T, "batch_size": 1}
     assert evaluate_tokens(model, tokens, **options)["eval_bits_per_byte"] is None
     assert model.training  # left as it was
-
-
-def test_an_evaluation_that_takes_long_shows_where_it_is_and_a_short_one_nothing(model, monkeypatch, capsys):
-    tokens = np.random.default_rng(0).integers(0, V, 40 * T).astype(np.int32)
-    options = {"accelerator": Accelerator(cpu=True), "sequence_length": T, "batch_size": 2}
-    evaluate_tokens(model, tokens, **options)
-    assert capsys.readouterr() == ("", "")
-    monkeypatch.setattr("hfgpt.evaluation.loss.PROGRESS_AFTER_SECONDS", 1e-9)
-    monkeypatch.setattr("hfgpt.evaluation.loss.PROGRESS_LINE_SECONDS", 0)
-    evaluate_tokens(model, tokens, **options)
-    out, err = capsys.readouterr()
-    assert out == "" and "evaluation" in err and "/20 " in err

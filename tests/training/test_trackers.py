@@ -12,6 +12,7 @@ import os
 import random
 import sqlite3
 import struct
+import sys
 import textwrap
 from pathlib import Path
 
@@ -19,7 +20,7 @@ import numpy as np
 import pytest
 import torch
 from accelerate import PartialState
-from running import StopAt, prepared, records, trained
+from running import StopAt, lines, prepared, records, trained
 from transformers import EarlyStoppingCallback, TrainerCallback, TrainingArguments
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
@@ -27,6 +28,8 @@ from hfgpt import Pretrainer
 from hfgpt.errors import UserError
 from hfgpt.training import trackers
 from hfgpt.training.callback_handler import callback_arguments, callback_states, restore_callbacks
+from hfgpt.training.progress import Progress
+from hfgpt.training.run import TrainingRun
 from hfgpt.training.trackers import TRACKER_EXTRAS
 
 LOGS = 12
@@ -34,19 +37,22 @@ NOT_SENT = {"step", "time"}  # trackers have their own
 
 
 @pytest.fixture
-def offline(monkeypatch, tmp_path):
+def offline(monkeypatch, tmp_path, tmp_path_factory):
     """Trackers that keep all in the test's folder, where the process now is."""
     monkeypatch.chdir(tmp_path)
+    uri = f"file:{tmp_path / 'mlruns'}"
     for name, value in {
         "WANDB_MODE": "offline",
         "WANDB_DIR": str(tmp_path),
         "WANDB_SILENT": "true",
-        "TRACKIO_DIR": str(tmp_path / "trackio"),
-        "MLFLOW_TRACKING_URI": f"file:{tmp_path / 'mlruns'}",
+        "TRACKIO_DIR": str(tmp_path_factory.getbasetemp() / "trackio"),  # read once, when it is imported
+        "MLFLOW_TRACKING_URI": uri,
         "MLFLOW_ALLOW_FILE_STORE": "1",  # a database takes half a minute to make
         "TENSORBOARD_LOGGING_DIR": str(tmp_path / "board"),
     }.items():
         monkeypatch.setenv(name, value)
+    if "mlflow" in sys.modules:  # which has kept the place of an earlier test
+        sys.modules["mlflow"].set_tracking_uri(uri)
 
 
 def logged(config, name, **changes) -> tuple[list[dict], list[dict]]:
@@ -61,10 +67,8 @@ def sent(record: dict) -> dict[str, float]:
 
 def test_trackio_has_a_row_for_each_log_with_all_metrics(config, offline, tmp_path, caplog):
     pytest.importorskip("trackio", reason="pip install 'hfgpt[trackio]'")
-    training, evaluations = logged(config, "trackio")
-    (store,) = (tmp_path / "trackio").rglob("*.db")
-    with sqlite3.connect(store) as database:
-        rows = [json.loads(text) for (text,) in database.execute("select metrics from metrics order by id")]
+    training, evaluations = logged(config, "trackio", run_name="all metrics")
+    (rows,) = trackio_rows("all metrics").values()
     ours = [row for row in rows if "train/loss" in row]
     assert len(ours) == len(training) == LOGS and len(rows) == LOGS + len(evaluations)
     for row, record in zip(ours, training, strict=True):
@@ -130,6 +134,196 @@ def test_wandb_offline_has_all_metrics(config, offline, tmp_path):
     for row, record in zip(rows, training, strict=True):
         assert {key: row[f"train/{key}"] for key in sent(record)} == pytest.approx(sent(record))
         assert not any(isinstance(value, str) for value in row.values())
+
+
+KEPT = {"max_steps": 9, "save_steps": 4, "eval_steps": 3, "eval_tokens": 200}
+# (step, is an evaluation) of all logs of such a run.
+EACH_LOG_ONCE = sorted([(step, False) for step in range(1, 10)] + [(step, True) for step in (3, 6, 9)])
+
+
+def killed_and_resumed(config, name, between=lambda: None, run_name=None, **changes) -> TrainingRun:
+    """A run that ends in step 8 and is continued from step 4."""
+    fixed = {"report_to": name, "run_name": run_name}
+    with pytest.raises(KeyboardInterrupt):
+        trained(config(**fixed, **KEPT), StopAt(8))
+    between()
+    assert [one["step"] for one in lines(Path(config().output_dir)) if one["step"] > 4] == [5, 6, 7]
+    return trained(config(**fixed, resume_from_checkpoint="latest", **{**KEPT, **changes}))
+
+
+def board(folder: Path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    return EventAccumulator(str(folder)).Reload()
+
+
+def in_board(folder: Path) -> list[tuple[int, bool]]:
+    events = board(folder)
+    found = [(event.step, False) for event in events.Scalars("train/loss")]
+    return sorted(found + [(event.step, True) for event in events.Scalars("eval/loss")])
+
+
+def trackio_store() -> Path:
+    from trackio.utils import TRACKIO_DIR
+
+    (store,) = Path(TRACKIO_DIR).rglob("*.db")
+    return store
+
+
+def trackio_rows(run_name: str) -> dict[str, list[dict]]:
+    """Of each run whose name begins so."""
+    found: dict[str, list[dict]] = {}
+    with sqlite3.connect(trackio_store()) as database:
+        for name, text in database.execute("select run_name, metrics from metrics order by id"):
+            if name.startswith(run_name):
+                found.setdefault(name, []).append(json.loads(text))
+    return found
+
+
+def marked(rows: list[dict]) -> list[tuple[int, bool]]:
+    return sorted((row["train/global_step"], "eval/loss" in row) for row in rows)
+
+
+def in_mlflow(mlflow) -> list[list[tuple[int, bool]]]:
+    """Of each run."""
+    mlflow.set_tracking_uri(os.environ["MLFLOW_TRACKING_URI"])
+    client, found = mlflow.MlflowClient(), []
+    for run in mlflow.search_runs(search_all_experiments=True, output_format="list"):
+        keys = {"loss": False, "eval_loss": True}
+        history = [
+            (m.step, is_eval) for key, is_eval in keys.items() for m in client.get_metric_history(run.info.run_id, key)
+        ]
+        found.append(sorted(history))
+    return found
+
+
+def test_tensorboard_has_each_step_once_after_a_kill_and_a_resume(config, tmp_path):
+    pytest.importorskip("tensorboard", reason="pip install 'hfgpt[tensorboard]'")
+    run = killed_and_resumed(config, "tensorboard", learning_rate=2e-2)
+    (folder,) = (tmp_path / "run" / "runs").iterdir()
+    assert in_board(folder) == EACH_LOG_ONCE and len(list(folder.iterdir())) == 2
+    losses = {event.step: event.value for event in board(folder).Scalars("train/loss")}
+    assert losses == pytest.approx({one["step"]: one["loss"] for one in records(run)})  # those of the resumed run
+
+
+def test_tensorboard_in_a_folder_of_the_users_continues_there(config, offline, tmp_path):
+    pytest.importorskip("tensorboard", reason="pip install 'hfgpt[tensorboard]'")
+    killed_and_resumed(config, "tensorboard")
+    assert in_board(tmp_path / "board") == EACH_LOG_ONCE and not (tmp_path / "run" / "runs").exists()
+
+
+def test_a_tracker_that_joins_at_a_resume_gets_the_records_before(config, tmp_path):
+    pytest.importorskip("tensorboard", reason="pip install 'hfgpt[tensorboard]'")
+    with pytest.raises(KeyboardInterrupt):
+        trained(config(**KEPT), StopAt(8))
+    again = {"report_to": "tensorboard", "resume_from_checkpoint": str(tmp_path / "run" / "checkpoint-4")}
+    trained(config("other", **KEPT, **again))
+    (folder,) = (tmp_path / "other" / "runs").iterdir()
+    assert in_board(folder) == EACH_LOG_ONCE
+
+
+def test_trackio_continues_its_run_with_each_step_once(config, offline):
+    trackio = pytest.importorskip("trackio", reason="pip install 'hfgpt[trackio]'")
+    killed_and_resumed(config, "trackio", trackio.finish, run_name="continued")
+    ((name, rows),) = trackio_rows("continued").items()
+    assert marked(rows) == EACH_LOG_ONCE and name.startswith("continued-")
+    trained(config("new", report_to="trackio", run_name="continued", **KEPT))  # of the same name, and another run
+    assert [marked(rows) for rows in trackio_rows("continued").values()] == [EACH_LOG_ONCE] * 2
+
+
+def test_logs_that_a_tracker_lost_when_the_process_was_killed_are_sent_again(config, offline, tmp_path):
+    trackio = pytest.importorskip("trackio", reason="pip install 'hfgpt[trackio]'")
+
+    def lose() -> None:
+        trackio.finish()
+        with sqlite3.connect(trackio_store()) as database:
+            of_the_run = "(select id from metrics where run_name like 'lost-%' order by id limit 3)"
+            database.execute(f"delete from metrics where run_name like 'lost-%' and id not in {of_the_run}")
+
+    killed_and_resumed(config, "trackio", lose, run_name="lost")
+    ((_, rows),) = trackio_rows("lost").items()
+    assert marked(rows) == EACH_LOG_ONCE
+    losses = {row["train/global_step"]: row["train/loss"] for row in rows if "train/loss" in row}
+    assert losses == {one["step"]: one["loss"] for one in lines(tmp_path / "run")}
+
+
+def test_mlflow_continues_its_run_with_each_step_once(config, offline, tmp_path):
+    mlflow = pytest.importorskip("mlflow", reason="pip install 'hfgpt[mlflow]'")
+    killed_and_resumed(config, "mlflow", lambda: mlflow.end_run("FAILED"))
+    assert in_mlflow(mlflow) == [EACH_LOG_ONCE]
+    (run,) = mlflow.search_runs(search_all_experiments=True, output_format="list")
+    assert run.info.status == "FINISHED" and "MLFLOW_RUN_ID" not in os.environ
+
+
+def test_repeated_steps_with_other_settings_are_a_new_run_with_all_steps(config, offline, tmp_path, caplog):
+    mlflow = pytest.importorskip("mlflow", reason="pip install 'hfgpt[mlflow]'")
+    killed_and_resumed(config, "mlflow", mlflow.end_run, learning_rate=2e-2, save_steps=3)
+    before = [mark for mark in EACH_LOG_ONCE if mark[0] < 8]
+    assert sorted(in_mlflow(mlflow), key=len) == [before, EACH_LOG_ONCE]
+    assert "report_to=mlflow: starting a new run, because the settings of the steps after 4 have changed" in caplog.text
+
+
+def test_an_mlflow_run_that_is_gone_is_replaced(config, offline, tmp_path, caplog):
+    mlflow = pytest.importorskip("mlflow", reason="pip install 'hfgpt[mlflow]'")
+
+    def remove() -> None:
+        mlflow.end_run()
+        (run,) = mlflow.search_runs(search_all_experiments=True, output_format="list")
+        mlflow.delete_run(run.info.run_id)
+
+    killed_and_resumed(config, "mlflow", remove)
+    assert in_mlflow(mlflow) == [EACH_LOG_ONCE] and "is gone (deleted)" in caplog.text
+
+
+def test_wandb_continues_its_run_with_each_step_once(config, offline, tmp_path):
+    """Offline, where W&B loses what is not yet in its file and cannot add to it, the newest file has all steps."""
+    wandb = pytest.importorskip("wandb", reason="pip install 'hfgpt[wandb]'")
+    run = killed_and_resumed(config, "wandb", lambda: wandb.finish(1))
+    wandb.finish()
+    wandb.teardown()  # waits until all is written
+    files = [path for path in tmp_path.rglob("offline-run-*/run-*.wandb") if not path.is_symlink()]
+    assert [path.stem for path in files] == [f"run-{run.progress.trackers['wandb']}"] * 2
+    assert marked(wandb_rows(max(files, key=lambda path: path.stat().st_mtime))) == EACH_LOG_ONCE
+
+
+def test_wandb_does_not_get_again_what_its_server_has(config, offline, tmp_path):
+    """The run as the server of W&B returns it when it resumes: with its last summary."""
+    wandb = pytest.importorskip("wandb", reason="pip install 'hfgpt[wandb]'")
+
+    def as_resumed() -> None:
+        wandb.finish(1)
+        wandb.init(id=(run_id := "resumed"), dir=tmp_path / run_id)
+        wandb.run.summary["train/global_step"] = 3  # later ones were in a queue
+
+    killed_and_resumed(config, "wandb", as_resumed)
+    wandb.finish()
+    wandb.teardown()
+    (file,) = tmp_path.rglob("offline-run-*/run-resumed.wandb")
+    assert marked(wandb_rows(file)) == [mark for mark in EACH_LOG_ONCE if mark[0] > 3]
+
+
+def test_a_run_of_the_users_own_wins_in_wandb_and_another_pretrainer_has_another(
+    config, offline, tmp_path, monkeypatch
+):
+    wandb = pytest.importorskip("wandb", reason="pip install 'hfgpt[wandb]'")
+    first, second = (trained(config(name, report_to="wandb", **KEPT)) for name in ("one", "two"))
+    wandb.finish()
+    wandb.init(id="mine")
+    third = trained(config("three", report_to="wandb", **KEPT))
+    assert wandb.run.id == third.progress.trackers["wandb"] == "mine"
+    wandb.finish()
+    assert len({run.progress.trackers["wandb"] for run in (first, second, third)}) == 3
+
+
+def test_the_ids_of_trackers_are_in_checkpoints_and_older_checkpoints_resume(config, tmp_path):
+    pytest.importorskip("tensorboard", reason="pip install 'hfgpt[tensorboard]'")
+    with pytest.raises(KeyboardInterrupt):
+        trained(config(report_to="tensorboard", **KEPT), StopAt(8))
+    state = tmp_path / "run" / "checkpoint-4" / "training_state" / "trainer_state.json"
+    (folder,) = (tmp_path / "run" / "runs").iterdir()
+    content = json.loads(state.read_text())
+    assert content.pop("trackers") == {"tensorboard": folder.name}
+    assert Progress.from_json(content).trackers == {}
 
 
 def attributes_read(kind: type) -> set[str]:

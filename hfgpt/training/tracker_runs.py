@@ -1,0 +1,210 @@
+"""Keeps one run in a tracker over resumes: TensorBoard, Weights & Biases, trackio and MLflow.
+
+metrics.jsonl decides what a tracker's run should hold. When training begins, the tracker gets the records that it
+lacks, such as logs that waited in a queue when the process was killed. Repeated steps that it already has are not sent
+again. Other trackers start a new run at each resume.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from accelerate.utils import patch_environment
+from transformers import TrainerCallback
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+
+from hfgpt.checkpointing.run_folder import RunFolder
+from hfgpt.errors import first_line
+from hfgpt.training.mfu import only_numbers
+from hfgpt.training.progress import Progress
+from hfgpt.training.resume import Resumed
+
+logger = logging.getLogger(__name__)
+
+# Keys that every training log and every evaluation log has, always with a number.
+KINDS = ("learning_rate", "eval_tokens")
+Mark = tuple[int, str]  # a log: its step and its kind
+
+# With another value, repeated steps have other results.
+OF_TRAINING = {
+    "learning_rate", "min_learning_rate", "lr_scheduler_type", "lr_schedule_on_resume", "warmup_steps", "weight_decay",
+    "muon_learning_rate", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm",
+}  # fmt: skip
+
+
+def mark_of(step: int, logs: dict[str, Any]) -> Mark | None:
+    return next(((step, kind) for kind in KINDS if kind in logs and "event" not in logs), None)
+
+
+@dataclass(frozen=True)
+class Earlier:
+    """What a resumed run recorded before: up to its checkpoint, and the later steps that it repeats."""
+
+    step: int = 0  # of the checkpoint
+    records: Sequence[dict[str, Any]] = ()  # training and evaluation records, before the later ones are dropped
+    has_changed: bool = False  # repeated steps have other results
+
+    @classmethod
+    def of(cls, resumed: Resumed | None) -> Earlier:
+        if resumed is None:
+            return cls()
+        records = RunFolder(resumed.folder.resolve().parent, writes=False).records()
+        has_changed = bool(resumed.changed_text or OF_TRAINING & resumed.changed_settings.keys())
+        return cls(resumed.progress.step, [one for one in records if mark_of(one["step"], one)], has_changed)
+
+    def marks(self, last_step: float = float("inf")) -> set[Mark | None]:
+        return {mark_of(record["step"], record) for record in self.records if record["step"] <= last_step}
+
+    @property
+    def is_repeated(self) -> bool:
+        return any(record["step"] > self.step for record in self.records)
+
+
+class Opened(NamedTuple):
+    run_id: str  # finds the run again; harmless, as it is kept in checkpoints
+    sent: set[Mark | None]  # logs that the run already has
+
+
+# Each opens the tracker's run `run_id` (None: a new one). `begin(args)` calls the callback's own `on_train_begin`.
+Begin = Callable[[Any], Any]
+
+
+def open_tensorboard(callback: Any, args: Any, run_id: str | None, earlier: Earlier, begin: Begin) -> Opened:
+    """The id is the name of the folder in `output_dir/runs`, unless TENSORBOARD_LOGGING_DIR names a folder."""
+    name = run_id or time.strftime("%Y-%m-%d_%H-%M-%S")
+    folder = Path(callback.logging_dir or Path(args.output_dir, "runs", name))
+    continues = run_id is not None and any(folder.glob("events.*"))
+    # Readers drop what was written before of this step and later ones.
+    purge_step = earlier.step + 1 if continues else None
+    callback.tb_writer = callback._SummaryWriter(str(folder), purge_step=purge_step)
+    begin(args)
+    return Opened(name, earlier.marks(earlier.step) if continues else set())
+
+
+_opened_in_wandb: set[str] = set()
+
+
+def open_wandb(callback: Any, args: Any, run_id: str | None, earlier: Earlier, begin: Begin) -> Opened:
+    """WANDB_RUN_ID and WANDB_RESUME win, and so does a run that the user has opened."""
+    import wandb
+
+    if wandb.run is not None and wandb.run.id in _opened_in_wandb:
+        wandb.finish()  # of another Pretrainer in this process
+    if wandb.run is None:
+        own = wandb.init(
+            project=os.getenv("WANDB_PROJECT", "huggingface"),
+            name=args.run_name,
+            id=os.getenv("WANDB_RUN_ID") or run_id,
+            resume=os.getenv("WANDB_RESUME") or "allow",
+        )
+        _opened_in_wandb.add(own.id)
+    begin(args)
+    # What the server has. Offline nothing is known, so that the newest folder of an offline run has all of it.
+    last = wandb.run.summary.get("train/global_step")
+    return Opened(wandb.run.id, set() if last is None else earlier.marks(last))
+
+
+def open_trackio(callback: Any, args: Any, run_id: str | None, earlier: Earlier, begin: Begin) -> Opened:
+    """The id is the run's name, because trackio finds runs by name; so names must differ."""
+    from trackio import context_vars
+    from trackio.sqlite_storage import SQLiteStorage
+
+    named = copy.copy(args)
+    named.run_name = run_id or f"{args.run_name}-{secrets.token_hex(3)}"
+    begin(named)
+    if context_vars.current_server.get() is not None:  # a Space or server, which has no list of logs
+        return Opened(named.run_name, earlier.marks() if run_id else set())
+    rows = SQLiteStorage.get_logs(args.project, named.run_name)
+    kinds = {"train/learning_rate": KINDS[0], "eval/tokens": KINDS[1]}
+    return Opened(
+        named.run_name, {(row["train/global_step"], kinds[key]) for row in rows for key in kinds if key in row}
+    )
+
+
+def open_mlflow(callback: Any, args: Any, run_id: str | None, earlier: Earlier, begin: Begin) -> Opened:
+    """MLFLOW_RUN_ID wins, and so does a run that the user has opened."""
+    import mlflow
+
+    client = mlflow.MlflowClient()
+    is_chosen = bool(os.getenv("MLFLOW_RUN_ID") or mlflow.active_run())
+    if run_id and not is_chosen and _exists_in_mlflow(client, run_id):
+        # The run has its parameters already, and MLflow refuses other values.
+        with patch_environment(MLFLOW_RUN_ID=run_id, MLFLOW_MAX_LOG_PARAMS="0"):
+            begin(args)
+    else:
+        begin(args)
+    opened = mlflow.active_run().info.run_id
+    sent = {(metric.step, kind) for kind in KINDS for metric in client.get_metric_history(opened, kind)}
+    return Opened(opened, {*sent})
+
+
+def _exists_in_mlflow(client: Any, run_id: str) -> bool:
+    from mlflow.exceptions import MlflowException
+
+    try:
+        if client.get_run(run_id).info.lifecycle_stage == "active":
+            return True
+        reason = "deleted"
+    except MlflowException as error:
+        reason = first_line(error)
+    logger.warning("report_to=mlflow: starting a new run, because run %s is gone (%s)", run_id, reason)
+    return False
+
+
+OPEN: dict[str, Callable[[Any, Any, str | None, Earlier, Begin], Opened]] = {
+    "tensorboard": open_tensorboard,
+    "wandb": open_wandb,
+    "trackio": open_trackio,
+    "mlflow": open_mlflow,
+}
+
+
+class KeptRun:
+    """A tracker's callback that continues its run. Other events and attributes are the callback's own."""
+
+    def __init__(self, name: str, callback: TrainerCallback, run_ids: dict[str, str], earlier: Earlier) -> None:
+        """run_ids: by tracker, as the checkpoint has them; the run that is opened is added."""
+        self.name, self.callback, self.run_ids, self.earlier = name, callback, run_ids, earlier
+        self.sent: set[Mark | None] = set()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.callback, name)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        def begin(args: Any) -> None:
+            self.callback.on_train_begin(args, state, control, **kwargs)
+
+        earlier, run_id = self.earlier, self.run_ids.get(self.name)
+        # TensorBoard alone can replace what it has.
+        if run_id and self.name != "tensorboard" and earlier.is_repeated and earlier.has_changed:
+            message = "report_to=%s: starting a new run, because the settings of the steps after %d have changed"
+            logger.warning(message, self.name, earlier.step)
+            run_id = None
+        self.run_ids[self.name], self.sent = OPEN[self.name](self.callback, args, run_id, earlier, begin)
+        past = copy.copy(state)
+        for record in earlier.records:
+            past.global_step = record["step"]
+            if record["step"] <= earlier.step and mark_of(past.global_step, record) not in self.sent:
+                logs = {key: value for key, value in only_numbers(record).items() if key not in ("step", "time")}
+                self.callback.on_log(args, past, control, logs=logs, **kwargs)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **kwargs: Any) -> None:
+        if mark_of(state.global_step, logs) not in self.sent:
+            self.callback.on_log(args, state, control, logs=logs, **kwargs)
+
+
+def keep_runs(callbacks: Sequence[TrainerCallback], progress: Progress, resumed: Resumed | None) -> list[Any]:
+    """Return the trackers' `callbacks`, made to continue their runs where the tracker can. Call on the main process."""
+    earlier = Earlier.of(resumed)
+    names = {INTEGRATION_TO_CALLBACK[name]: name for name in OPEN}
+    return [
+        KeptRun(names[type(one)], one, progress.trackers, earlier) if type(one) in names else one for one in callbacks
+    ]
