@@ -135,6 +135,7 @@ class PretrainConfig:
     stream_timeout: float = _f(900.0, "seconds that reading is retried before the run saves and ends", SECONDS)
     dataloader_num_workers: int = _f(1, "processes that read and tokenise streamed text in advance", WORKERS)
     ddp_timeout: float = _f(1800.0, "seconds to wait for a process that does not answer before the run ends", SECONDS)
+    report: bool = _f(True, "write report.html, a page with the curves, at each save and at the end")
     report_to: str = _f(
         "none",
         "trackers, comma-separated: tensorboard, wandb, trackio, mlflow or another that transformers knows; all: those "

@@ -18,7 +18,12 @@ def compare(
         typer.Argument(metavar="RUN [RUN ...]", help="Run folders, or console logs of nanoGPT or llm.c.", parser=path),
     ],
     output: Annotated[
-        Path | None, typer.Option("--output", help="Markdown report; PNG plots go beside it.", parser=path)
+        Path | None,
+        typer.Option(
+            "--output",
+            help="Report: one page (.html), Markdown with PNG plots beside it (.md), or only the loss curve (.png).",
+            parser=path,
+        ),
     ] = None,
     tokens_per_step: Annotated[
         list[int] | None,
@@ -35,7 +40,7 @@ def compare(
 ) -> None:
     """Report on one run, or compare several with the first: settings, speed, loss at equal steps, tokens and time.
 
-    Example: hfgpt compare out/a out/b --output report.md
+    Example: hfgpt compare out/a out/b --output report.html
     """
     from hfgpt.comparing import compare as compare_runs
     from hfgpt.comparing import read_runs, render, report

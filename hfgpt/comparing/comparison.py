@@ -63,7 +63,7 @@ def summarize(run: PastRun, alike: Sequence[PastRun]) -> dict[str, Any]:
     last = (run.training or run.evaluations or [{}])[-1]
     return summary | {
         "micro_batch_seconds": micro_batch_seconds,
-        "memory_bytes": max((number(record.get("memory_bytes")) or 0 for record in run.training), default=0) or None,
+        "memory_bytes": number(run.curve("memory_bytes").max()) or None,
         "steps": max((record["step"] for record in (*run.training, *run.evaluations)), default=0),
         "planned_steps": run.plan.get("max_steps") or run.settings.get("max_steps"),
         "tokens": number(last.get("num_input_tokens_seen")),

@@ -1,38 +1,95 @@
-"""Plots of runs: loss against tokens, time and FLOPs, tokens per second, MFU."""
+"""Plots of runs as data: loss against tokens, time and FLOPs, tokens per second, MFU.
+
+`png.py` draws them with matplotlib, `report.html.jinja` as SVG. Long runs are thinned, so that neither takes longer.
+"""
 
 from __future__ import annotations
 
-import io
+import itertools
+import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple
 
+import numpy as np
 import pandas as pd
 
-from hfgpt.comparing.runs import PastRun
+from hfgpt.comparing.events import Mark, marks_of
+from hfgpt.comparing.runs import PastRun, number
+from hfgpt.comparing.values import format_value
+from hfgpt.field_types import duration
 from hfgpt.model.flops import mfu
 
 PLOT_NAMES = ("bits_per_byte", "loss_tokens", "loss_steps", "loss_time", "loss_flops", "speed", "mfu")
-# Okabe and Ito's colours, which the colour-blind can tell apart too; dashes show what is under an equal curve.
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-_DASHES, _MARKERS = ("-", (0, (4, 2)), (0, (1, 1.5)), (0, (6, 2, 1, 2))), "osD^v"
-_FALLING = ("loss", "eval_bits_per_byte")
+MOST_POINTS = 600  # of a curve
+SMOOTHED_BY = 50  # the trend is a mean over this part of the records
+FALLING = ("loss", "eval_bits_per_byte")
 _LABELS = {
-    "step": "steps", "num_input_tokens_seen": "tokens", "wall_seconds": "seconds of training", "flops": "FLOPs",
+    "step": "steps", "num_input_tokens_seen": "tokens", "flops": "FLOPs",
     "loss": "loss (nats per token)", "tokens_per_second": "tokens per second", "mfu": "MFU",
     "eval_bits_per_byte": "bits per byte of held-out text",
 }  # fmt: skip
+_TIMES = (("days", 86400, 3), ("hours", 3600, 3), ("minutes", 60, 3), ("seconds", 1, 0))  # used from this many on
 
 
-class Plot(NamedTuple):
-    """A finished plot; `name`: one of PLOT_NAMES."""
+class Tick(NamedTuple):
+    """A place on an axis; `below`: a second label, under the first."""
+
+    at: float
+    label: str
+    below: str = ""
+
+
+class Curve(NamedTuple):
+    """One run in a plot: each record, their running mean (of speeds: median), and evaluations."""
+
+    index: int  # of the run, which gives it its colour
+    name: str
+    records: pd.Series
+    trend: pd.Series
+    evaluations: pd.Series
+
+    @property
+    def is_smoothed(self) -> bool:
+        return len(self.records) >= 2 * SMOOTHED_BY
+
+
+@dataclass(frozen=True)
+class Plot:
+    """`name`: one of PLOT_NAMES. x, y: the range that is shown. step_tokens: of one step, if the same in all runs."""
 
     title: str
     name: str
-    png: bytes
+    key: str
+    axis: str
+    step_tokens: int | None
+    x_label: str
+    y_label: str
+    curves: list[Curve]
+    x: tuple[float, float]
+    y: tuple[float, float]
+    x_ticks: list[Tick]
+    y_ticks: list[Tick]
+    marks: list[Mark]
+
+    @property
+    def is_falling(self) -> bool:
+        return self.key in FALLING
+
+    def describe_value(self, value: float) -> str:
+        return format_value(value, self.key)
+
+    def describe_place(self, at: float) -> str:
+        if self.axis == "wall_seconds":
+            return f"after {duration(at)}"
+        if self.axis == "step":
+            return f"step {at:,.0f}"
+        step = f"step {at / self.step_tokens:,.0f}, " if self.step_tokens and self.axis != "flops" else ""
+        return f"{step}{short(at)} {_LABELS[self.axis]}"
 
 
-def draw_plots(runs: Sequence[PastRun], comparable: bool = True) -> list[Plot]:
-    """Draw the plots that the runs have values for.
+def build_plots(runs: Sequence[PastRun], comparable: bool = True) -> list[Plot]:
+    """Return the plots that the runs have values for.
 
     comparable: whether loss per token means the same in all; if not, bits per byte are drawn too.
 
@@ -55,9 +112,9 @@ def draw_plots(runs: Sequence[PastRun], comparable: bool = True) -> list[Plot]:
         specs.append((f"MFU against {peaks[0][0]:.4g} TFLOP/s ({peaks[0][1]})", "mfu", "mfu", axis))
     plots = []
     for title, name, key, axis in specs:
-        curves = [_mfu(run, axis, peaks[0][0]) if key == "mfu" else run.curve(key, axis) for run in runs]
-        if png := _draw(title, key, axis, runs, curves):
-            plots.append(Plot(title, name, png))
+        series = [_mfu(run, axis, peaks[0][0]) if key == "mfu" else run.curve(key, axis) for run in runs]
+        if plot := _build(title, name, key, axis, runs, series):
+            plots.append(plot)
     return plots
 
 
@@ -69,44 +126,69 @@ def _mfu(run: PastRun, axis: str, peak: float) -> pd.Series:
     return run.curve("mfu", axis) * ((run.newest("peak_tflops") or 0.0) / peak)
 
 
-def _draw(title: str, key: str, axis: str, runs: Sequence[PastRun], curves: Sequence[pd.Series]) -> bytes | None:
-    """Return a plot as PNG; None if no run has a value."""
-    from matplotlib.figure import Figure  # takes a second; used like this it needs no display
+def _build(
+    title: str, name: str, key: str, axis: str, runs: Sequence[PastRun], series: Sequence[pd.Series]
+) -> Plot | None:
+    """Return a plot; None if no run has a value."""
+    is_falling = key in FALLING
+    curves, low, high, starts, ends = [], [], [], [], []
+    for index, (run, records) in enumerate(zip(runs, series, strict=True)):
+        evaluations = run.curve("eval_loss", axis) if key == "loss" else pd.Series(dtype=float)
+        for curve in (records, evaluations):
+            if len(curve):
+                low.append(curve.quantile(0.002) if is_falling else 0.0)
+                high.append(_top(curve) if is_falling else curve.quantile(0.98))
+                starts.append(curve.index[0])
+                ends.append(curve.index[-1])
+        curves.append(Curve(index, run.name, thin(records), _trend(records, is_falling), thin(evaluations)))
+    if not high:
+        return None
+    bottom, top = float(min(low)), float(max(high))
+    margin = 0.06 * (top - bottom) or 0.05 * abs(top) or 1.0
+    start, end = float(min(starts)), float(max(ends))
+    start = start if start > 0.5 * end or start < 0 else 0.0
+    x = (start, end if end > start else start + 1)
+    y = (bottom - (margin if is_falling else 0), top + margin)
+    step_tokens = _step_tokens(runs)
+    x_label, x_ticks = _x_ticks(axis, *x, step_tokens)
+    y_ticks = [Tick(at, _y_label(key, at)) for at in round_numbers(*y, 5)]
+    what = (title, name, key, axis, step_tokens, x_label, _LABELS[key])
+    return Plot(*what, curves, x, y, x_ticks, y_ticks, marks_of(runs, axis, *x))
 
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.subplots()
-    low, high = [], []
-    for index, (run, curve) in enumerate(zip(runs, curves, strict=True)):
-        colour = _COLOURS[index % len(_COLOURS)]
-        if len(curve):
-            _draw_curve(axes, curve, key, color=colour, label=run.name, linestyle=_DASHES[index % len(_DASHES)])
-            low.append(curve.quantile(0.002))
-            high.append(_top(curve) if key in _FALLING else curve.quantile(0.98))
-        if key == "loss" and len(evaluations := run.curve("eval_loss", axis)):
-            axes.plot(
-                evaluations, _MARKERS[index % len(_MARKERS)], color=colour, label=f"{run.name}, evaluation",
-                markersize=5 if len(evaluations) < 40 else 3, markeredgecolor="white", markeredgewidth=0.5,
-            )  # fmt: skip
-            low.append(evaluations.min())
-            high.append(_top(evaluations))
-    png = io.BytesIO()
-    if high:
-        bottom, top = (min(low) if key in _FALLING else 0.0), max(high)
-        margin = 0.06 * (top - bottom) or 0.05 * abs(top) or 1.0
-        axes.set_ylim(bottom - (margin if key in _FALLING else 0), top + margin)
-        _style(axes, title, key, axis)
-        figure.savefig(png, dpi=120)
-    return png.getvalue() or None
+
+def _step_tokens(runs: Sequence[PastRun]) -> int | None:
+    """Return the tokens of a step where all steps of all runs have as many, else None."""
+    sizes = {run.tokens_per_step for run in runs}
+    for run in runs:
+        last = (run.training or run.evaluations)[-1:]
+        sizes |= {(number(record.get("num_input_tokens_seen")) or 0) / (record["step"] or 1) for record in last}
+    return sizes.pop() if len(sizes) == 1 else None
 
 
-def _draw_curve(axes: Any, curve: pd.Series, key: str, **look: Any) -> None:
-    """Draw each record faint, and a running mean (of speeds: median) over a fiftieth of them in full colour."""
-    size = max(1, len(curve) // 50)
+def _y_label(key: str, at: float) -> str:
+    return f"{100 * at:.4g} %" if key == "mfu" else short(at) if at >= 1e5 else f"{at:,.6g}"
+
+
+def _trend(curve: pd.Series, is_falling: bool) -> pd.Series:
+    """Return the running mean (of speeds: median) over a fiftieth of the records; all of them where they are few."""
+    size = max(1, len(curve) // SMOOTHED_BY)
     if size > 1:
-        axes.plot(curve, color=look["color"], linewidth=0.6, alpha=0.25)
         windows = curve.rolling(size, center=True)
-        curve = (windows.mean() if key in _FALLING else windows.median()).dropna()
-    axes.plot(curve, linewidth=1.6, marker="." if len(curve) == 1 else "", **look)
+        curve = (windows.mean() if is_falling else windows.median()).dropna()
+    if len(curve) <= MOST_POINTS:
+        return curve
+    return curve.iloc[np.linspace(0, len(curve) - 1, MOST_POINTS).astype(int)]
+
+
+def thin(curve: pd.Series) -> pd.Series:
+    """Return at most MOST_POINTS of a curve: of each stretch the lowest and the highest, and both ends."""
+    if len(curve) <= MOST_POINTS:
+        return curve
+    values = curve.to_numpy()
+    kept = {0, len(values) - 1}
+    for start, end in itertools.pairwise(np.linspace(0, len(values), MOST_POINTS // 2).astype(int)):
+        kept |= {start + int(values[start:end].argmin()), start + int(values[start:end].argmax())}
+    return curve.iloc[sorted(kept)]
 
 
 def _top(curve: pd.Series) -> float:
@@ -115,26 +197,32 @@ def _top(curve: pd.Series) -> float:
     return float(max(rest.quantile(0.998), curve.iloc[-1]))
 
 
-def _style(axes: Any, title: str, key: str, axis: str) -> None:
-    from matplotlib import ticker
-
-    axes.set_title(title, loc="left", fontsize=10)
-    axes.set(xlabel=_LABELS[axis], ylabel=_LABELS[key])
-    if axis != "flops":
-        axes.xaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: _short(value)))
-    if key == "mfu":
-        axes.yaxis.set_major_formatter(ticker.PercentFormatter(1.0))
-    if key == "tokens_per_second":
-        axes.yaxis.set_major_formatter(ticker.StrMethodFormatter("{x:,.0f}"))
-    axes.grid(color="0.9", linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize=8, loc="upper right" if key in _FALLING else "best")
+def _x_ticks(axis: str, start: float, end: float, step_tokens: int | None) -> tuple[str, list[Tick]]:
+    """Return the label and ticks of the x axis. Tokens are at round steps where all runs have equal steps."""
+    if axis == "wall_seconds":
+        unit, seconds, _ = next(one for one in _TIMES if end >= one[1] * one[2])
+        places = round_numbers(start / seconds, end / seconds, 6)
+        return f"{unit} of training", [Tick(at * seconds, f"{at:,.6g}") for at in places]
+    if axis == "num_input_tokens_seen" and step_tokens:
+        steps = [step for step in round_numbers(start / step_tokens, end / step_tokens, 6) if step == int(step)]
+        return "tokens", [Tick(step * step_tokens, short(step * step_tokens), f"step {short(step)}") for step in steps]
+    return _LABELS[axis], [Tick(at, short(at)) for at in round_numbers(start, end, 6)]
 
 
-def _short(value: float) -> str:
-    """Write large counts as is usual: 12.5k, 3M, 10B."""
+def round_numbers(start: float, end: float, most: int) -> list[float]:
+    """Return round numbers from `start` to `end`: about `most` of them, and at least one where there is one."""
+    rough = (end - start) / most
+    if not rough > 0 or not math.isfinite(rough):
+        return [start]
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= rough * (1 - 1e-9))
+    first, last = math.ceil(start / step - 1e-9), math.floor(end / step + 1e-9)
+    return [n * step for n in range(first, last + 1)]
+
+
+def short(value: float) -> str:
+    """Write large counts as is usual, with three digits: 12.5k, 3M, 10B."""
     for scale, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= scale:
-            return f"{value / scale:g}{letter}"
-    return f"{value:g}"
+        if 0.9995 * scale <= abs(value) < 1e15:
+            return f"{value / scale:.3g}{letter}"
+    return f"{value:.3g}".replace("e+", "e")

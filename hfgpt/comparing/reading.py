@@ -19,7 +19,7 @@ from hfgpt.model.flops import training_flops_per_token
 
 # Settings that only name a run or its files, and lengths, which the plan holds as max_steps.
 _NOT_COMPARED = (
-    "output_dir", "run_name", "resume_from_checkpoint", "report_to", "accept_changed_text", "max_tokens",
+    "output_dir", "run_name", "resume_from_checkpoint", "report", "report_to", "accept_changed_text", "max_tokens",
     "num_train_epochs", "model",
 )  # fmt: skip
 _MODEL = (
@@ -75,8 +75,11 @@ def _make_names_unique(runs: list[PastRun]) -> None:
         taken.add(run.name)
 
 
-def read_folder(path: Path) -> PastRun:
-    """Read a run folder; broken lines are skipped and counted. Raises UserError if there is no run."""
+def read_folder(path: Path, with_ledger: bool = True) -> PastRun:
+    """Read a run folder; broken lines are skipped and counted. Raises UserError if there is no run.
+
+    with_ledger: also the batch hashes, which only tell whether two runs saw the same tokens.
+    """
     folder = RunFolder(path)
     if not (folder.metrics.is_file() or folder.run_json.is_file()):
         inside = sorted(p.name for p in path.iterdir() if RunFolder(p).metrics.is_file())
@@ -92,10 +95,13 @@ def read_folder(path: Path) -> PastRun:
             add_record(run.evaluations, record)
         elif "loss" in record:
             add_record(run.training, record)
-    lines = folder.metrics.read_bytes().splitlines() if folder.metrics.is_file() else []
+    content = folder.metrics.read_bytes() if folder.metrics.is_file() else b""
+    lines = content.splitlines()
     if broken := len(lines) - lines.count(b"") - len(records):
-        run.notes.append(f"{broken} broken line{'s' if broken > 1 else ''} of metrics.jsonl skipped")
-    for line in folder.text_records():
+        # The run may be writing its last line, or have died while it did.
+        cut = " (the last is incomplete)" if not content.endswith(b"\n") else ""
+        run.notes.append(f"{broken} broken line{'s' if broken > 1 else ''} of metrics.jsonl skipped{cut}")
+    for line in folder.text_records() if with_ledger else ():
         if isinstance(line.get("batch_hash"), str):
             run.hashes[line["step"]] = line["batch_hash"]
     if not run.training and not run.evaluations:

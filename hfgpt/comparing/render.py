@@ -1,4 +1,4 @@
-"""A report on the screen, and as a Markdown file with its plots beside it."""
+"""A report on the screen, and as a file."""
 
 from __future__ import annotations
 
@@ -9,10 +9,14 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table as Grid
 
+from hfgpt.comparing import png
+from hfgpt.comparing.page import as_page
 from hfgpt.comparing.plots import PLOT_NAMES
 from hfgpt.comparing.report import Report, Row
 from hfgpt.errors import UserError
 
+SUFFIXES = (".md", ".markdown", ".html", ".htm", ".png")
+SUFFIXES_IN_WORDS = ".md, .html or .png"
 WIDTH = 100  # of the screen; more than four runs take more
 _LABELS, _COLUMN = 34, 16  # widths of the labels, and of a run's column at least
 _NOTES = 3  # of a pair, and of the whole report, unless all are wanted
@@ -65,25 +69,39 @@ def _shortened(notes: list[str], verbose: bool) -> list[str]:
 
 
 def write_report(path: Path, report: Report) -> list[Path]:
-    """Write the whole report as Markdown, its plots beside it under the same stem; return all files, the report last.
+    """Write the whole report as Markdown or HTML, or its first plot as PNG, by the name of the file.
 
-    Raises UserError if they cannot be written.
+    Plots of a Markdown report are beside it under the same stem. Returns all files, the report last. Raises UserError
+    if they cannot be written.
     """
     if path.is_dir():
-        raise UserError(f"output={path}: is a folder; name a file, such as {path / 'report.md'}")
-    if path.suffix.lower() not in (".md", ".markdown"):
-        raise UserError(f"output={path}: the report is Markdown; name a file that ends in .md")
-    files = {name: path.with_name(f"{path.stem}_{name}.png") for name in PLOT_NAMES}
+        raise UserError(f"output={path}: is a folder; name a file, such as {path / 'report.html'}")
+    suffix = path.suffix.lower()
+    if suffix not in SUFFIXES:
+        raise UserError(f"output={path}: the name says no known format; name a file that ends in {SUFFIXES_IN_WORDS}")
+    if suffix == ".png" and not report.plots:
+        raise UserError(f"output={path}: the runs have no records to draw yet; try again later")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        for file in files.values():
-            file.unlink(missing_ok=True)  # a plot of an earlier report would seem to belong to this one
-        for plot in report.plots:
-            files[plot.name].write_bytes(plot.png)
-        text = as_markdown(report, {name: file.name for name, file in files.items()})
-        path.write_text(text, encoding="utf-8", errors="replace")
+        if suffix == ".png":
+            path.write_bytes(png.draw(report.plots[0], dpi=200))
+        elif suffix in (".html", ".htm"):
+            path.write_text(as_page(report), encoding="utf-8", errors="replace")
+        else:
+            return _write_markdown(path, report)
     except OSError as error:
         raise UserError(f"output={path}: cannot be written ({error.strerror}); name another place") from None
+    return [path]
+
+
+def _write_markdown(path: Path, report: Report) -> list[Path]:
+    files = {name: path.with_name(f"{path.stem}_{name}.png") for name in PLOT_NAMES}
+    for file in files.values():
+        file.unlink(missing_ok=True)  # a plot of an earlier report would seem to belong to this one
+    for plot in report.plots:
+        files[plot.name].write_bytes(png.draw(plot))
+    text = as_markdown(report, {name: file.name for name, file in files.items()})
+    path.write_text(text, encoding="utf-8", errors="replace")
     return [*(files[plot.name] for plot in report.plots), path]
 
 

@@ -6,14 +6,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from hfgpt.comparing.plots import Plot, draw_plots
+from hfgpt.comparing.events import event_lines
+from hfgpt.comparing.highlights import RunCard, run_card
+from hfgpt.comparing.plots import Plot, build_plots
 from hfgpt.comparing.runs import PastRun, number
 from hfgpt.comparing.statistics import FLOOR
+from hfgpt.comparing.values import UNKNOWN, format_value
 from hfgpt.comparing.verdict import Verdict, explain
-from hfgpt.field_types import duration
 
-UNKNOWN = "-"
-_MOST_EVENTS, _MOST_EVALUATIONS = 20, 20  # of a run
+_MOST_EVALUATIONS = 20  # of a run
 NOISE = (
     "Noise: half the width of a 95 % band. For training losses it follows from the scatter of step losses around their "
     "trend in the window that ends at the equal point (its last tenth, or more where records are few); for runs that "
@@ -72,7 +73,8 @@ class Report:
     """All that a report shows.
 
     names: of the runs, a column each. verdicts: with a title, such as "b against a". settings: those that differ, or
-    all of a single run. footnotes: of the tables. explanation: how to read the verdicts.
+    all of a single run. footnotes: of the tables. explanation: how to read the verdicts. cards: what comes first of
+    each run.
     """
 
     names: list[str]
@@ -84,6 +86,7 @@ class Report:
     notes: list[str]
     explanation: str = ""
     plots: list[Plot] = field(default_factory=list)
+    cards: list[RunCard] = field(default_factory=list)
 
     @property
     def all_tables(self) -> list[Table]:
@@ -104,18 +107,20 @@ def build_report(runs: Sequence[PastRun], compared: dict[str, Any], with_plots: 
         settings=_settings_table(runs, compared["settings_that_differ"]),
         tables=[table for table in _tables(runs, compared, comparable) if table.rows],
         footnotes=footnotes,
-        events=[line for run in runs for line in _event_lines(run)],
+        events=[line for run in runs for line in event_lines(run)],
         notes=compared["notes"],
         explanation=NOISE if pairs else "",
-        plots=draw_plots(runs, comparable) if with_plots else [],
+        plots=build_plots(runs, comparable) if with_plots else [],
+        cards=[run_card(run, summary) for run, summary in zip(runs, compared["runs"], strict=True)],
     )
 
 
 def _settings_table(runs: Sequence[PastRun], differing: dict[str, dict[str, Any]]) -> Table:
     if len(runs) == 1:
-        return Table("settings", [Row(key, [_format(value)], True) for key, value in runs[0].settings.items()])
+        return Table("settings", [Row(key, [format_value(value)], True) for key, value in runs[0].settings.items()])
     rows = [
-        Row(key, [_format(values.get(run.name, UNKNOWN)) for run in runs], False) for key, values in differing.items()
+        Row(key, [format_value(values.get(run.name, UNKNOWN)) for run in runs], False)
+        for key, values in differing.items()
     ]
     return Table("settings that differ", rows)
 
@@ -124,7 +129,7 @@ def _tables(runs: Sequence[PastRun], compared: dict[str, Any], comparable: bool)
     at_end = Table("at the end", _rows(compared["runs"], _AT_END, all_details=bool(compared["equal"])))
     tables = [Table(title, _rows(compared["runs"], labels)) for title, labels in _TABLES.items()]
     for n, row in enumerate(compared["mfu_against"], start=1):
-        cells = [_format(value, "mfu") for value in row["mfu"].values()]
+        cells = [format_value(value, "mfu") for value in row["mfu"].values()]
         tables[-1].rows.append(Row(f"MFU against {row['peak_tflops']:.4g} TFLOP/s [{n}]", cells, False))
     tables.append(at_end)
     labels = {label if comparable or "byte" in label else f"{label} *": key for label, key in _LOSSES.items()}
@@ -146,39 +151,14 @@ def _rows(columns: Iterable[dict[str, Any]], labels: dict[str, str], all_details
     """Return a row for each key that is known of any run."""
     columns = list(columns)
     rows = [
-        Row(label, [_format(values[key], key) for values in columns], all_details or key not in _MAIN)
+        Row(label, [format_value(values[key], key) for values in columns], all_details or key not in _MAIN)
         for label, key in labels.items()
     ]
     return [row for row in rows if set(row.cells) != {UNKNOWN}]
 
 
-def _format(value: Any, key: str = "") -> str:
-    """Return a value as a cell; its key gives the unit."""
-    if value is None:
-        return UNKNOWN if key else "None"
-    if key == "events":
-        return ", ".join(f"{n} {name}" for name, n in value.items() if name not in ("start", "end")) or UNKNOWN
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return str(value)
-    if key.endswith("loss") or key == "eval_bits_per_byte":
-        return f"{value:.4f}"
-    if key in ("mfu", "hfu"):
-        return f"{100 * value:.1f} %"
-    if key == "memory_bytes":
-        return f"{value / 2**30:.3g} GiB"
-    if key == "wall_seconds":
-        return f"{value:.2f} s" if value < 60 else f"{value:,.0f} s ({duration(value)})"
-    if key == "flops":
-        return f"{value:.3g}"
-    if isinstance(value, int):
-        return f"{value:,}"
-    if key in ("tokens", "tokens_per_second", "flops_per_token") and value >= 10:
-        return f"{value:,.0f}"
-    return f"{value:.4g}" if key else f"{value:.6g}"
-
-
 def _place(axis: str, at: float) -> str:
-    return _format(at, {"FLOPs": "flops", "wall time": "wall_seconds"}.get(axis, "tokens"))
+    return format_value(at, {"FLOPs": "flops", "wall time": "wall_seconds"}.get(axis, "tokens"))
 
 
 def _evaluation(record: dict[str, Any]) -> str:
@@ -187,16 +167,4 @@ def _evaluation(record: dict[str, Any]) -> str:
     values = {key: number(record.get(key)) for key in names}
     if values["eval_loss"] is None:
         return "loss not finite"
-    return ", ".join(f"{names[key]} {_format(value, key)}" for key, value in values.items() if value is not None)
-
-
-def _event_lines(run: PastRun) -> list[str]:
-    lines = [f"{run.name}: {_event(event)}" for event in run.events if event["event"] not in ("start", "save", "end")]
-    more = len(lines) - _MOST_EVENTS
-    return lines[:_MOST_EVENTS] + ([f"{run.name}: {more} more events"] if more > 0 else [])
-
-
-def _event(event: dict[str, Any]) -> str:
-    always = ("event", "step", "time", "wall_seconds", "num_input_tokens_seen")
-    details = ", ".join(f"{key} {_format(value):.120}" for key, value in event.items() if key not in always and value)
-    return f"{event.get('event')} at step {event['step']}{': ' if details else ''}{details}"
+    return ", ".join(f"{names[key]} {format_value(value, key)}" for key, value in values.items() if value is not None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +24,19 @@ def count(value: Any) -> int | None:
     """Return `value` if it is a whole number from 1 on, else None."""
     known = number(value)
     return int(known) if known is not None and known >= 1 and known == int(known) else None
+
+
+def _column(records: list[dict[str, Any]], key: str) -> np.ndarray:
+    """Return the values of `key`, not a number where `number` knows none."""
+    values = [record.get(key) for record in records]
+    if not set(map(type, values)) <= {float, int, type(None)}:  # else numpy does it, which is much faster
+        values = list(map(number, values))
+    try:
+        column = np.array(values, dtype=float)
+    except OverflowError:
+        column = np.array(list(map(number, values)), dtype=float)
+    column[~(np.abs(column) < 1e100)] = np.nan
+    return column
 
 
 @dataclass
@@ -83,16 +97,24 @@ class PastRun:
         evaluations, others from training.
         """
         records = self.evaluations if key.startswith("eval_") else self.training
-        pairs = ((self._place(record, axis), number(record.get(key))) for record in records)
-        known = np.array([pair for pair in pairs if None not in pair], dtype=float).reshape(-1, 2)
-        curve = pd.Series(known[:, 1], index=known[:, 0])
+        places, values = self._places(records, axis), _column(records, key)
+        known = np.isfinite(places) & np.isfinite(values)
+        curve = pd.Series(values[known], index=places[known])
         return curve[~curve.index.duplicated()]
 
-    def _place(self, record: dict[str, Any], axis: str) -> float | None:
+    def _places(self, records: list[dict[str, Any]], axis: str) -> np.ndarray:
         if axis != "flops":
-            return number(record.get(axis))
-        tokens = number(record.get("num_input_tokens_seen"))
-        return None if tokens is None or self.flops_per_token is None else tokens * self.flops_per_token
+            return _column(records, axis)
+        return _column(records, "num_input_tokens_seen") * (self.flops_per_token or float("nan"))
+
+    def places_of(self, steps: Sequence[int], axis: str) -> list[float]:
+        """Return the places of steps on `axis`, interpolated between records; empty where the records have none."""
+        records = sorted((*self.training, *self.evaluations), key=lambda record: record["step"])
+        places = self._places(records, axis)
+        known = np.isfinite(places)
+        if not known.any():
+            return []
+        return np.interp(steps, [0, *_column(records, "step")[known]], [0, *places[known]]).tolist()
 
     def reach(self, axis: str) -> float | None:
         """Return how far the run has come on `axis` with a finite loss."""

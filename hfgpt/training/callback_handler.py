@@ -182,6 +182,15 @@ class Callbacks:
                 for name, value in wanted.items():
                     setattr(self.control, name, value or getattr(self.control, name))
 
+    def take_samples(self) -> list[dict[str, str]]:
+        """Return, once, the samples of this step; on the main process only."""
+        samples = []
+        for one in self.handler.callbacks:
+            if isinstance(one, SampleCallback):
+                samples += one.newest
+                one.newest = []
+        return samples
+
     def states(self) -> dict[str, list[dict[str, Any]]]:
         """Return the state of the callbacks, for a checkpoint."""
         return callback_states(self.handler.callbacks)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch.distributed.tensor import DTensor
@@ -53,8 +53,8 @@ class SampleCallback(TrainerCallback):
     """Prints a sample of `max_new_tokens` tokens for each of `prompts`, every `every` steps.
 
     The seed is the same each time, so that samples differ only by what was learned. `around` is a context to generate
-    in, such as `MFUCallback.stopped`; the Pretrainer sets it. Under FSDP2 all processes take part in generating,
-    otherwise only the main process does.
+    in, such as `MFUCallback.stopped`; the Pretrainer sets it, and records the `newest` samples. Under FSDP2 all
+    processes take part in generating, otherwise only the main process does.
     """
 
     every: int
@@ -65,6 +65,7 @@ class SampleCallback(TrainerCallback):
     top_p: float | None = None
     seed: int = 1337
     around: Callable[[], AbstractContextManager[None]] = nullcontext
+    newest: list[dict[str, str]] = field(default_factory=list, init=False)
 
     def texts(self, model: Any, tokenizer: Any) -> Iterator[str]:
         """Generate one text per prompt. Raises UserError at once for settings that cannot work."""
@@ -89,9 +90,10 @@ class SampleCallback(TrainerCallback):
         with self.around(), out_of_memory_named("in sampling", fix):
             texts = list(self.texts(model, processing_class))
         if state.is_world_process_zero:
-            for prompt, text in zip(self.prompts, texts, strict=True):
+            self.newest = [{"prompt": p, "text": text} for p, text in zip(self.prompts, texts, strict=True)]
+            for sample in self.newest:
                 with tqdm.external_write_mode():  # above a progress bar
-                    print(f"sample at step {state.global_step}: {prompt}{text}", flush=True)
+                    print(f"sample at step {state.global_step}: {sample['prompt']}{sample['text']}", flush=True)
 
 
 def shown_values(state: TrainerState, logs: dict[str, Any]) -> dict[str, str]:

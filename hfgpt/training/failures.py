@@ -10,7 +10,7 @@ from hfgpt.distributed.compiler import explain_compiler_error
 from hfgpt.distributed.stop_signals import Interrupted
 from hfgpt.errors import RunError, UserError, first_line
 from hfgpt.training.run import TrainingRun
-from hfgpt.training.saving import record_lost_output, record_saved, start_save
+from hfgpt.training.saving import record_lost_output, record_saved, start_save, write_report
 
 
 @contextmanager
@@ -33,6 +33,8 @@ def saved_on_failure(run: TrainingRun) -> Iterator[None]:
             fault = run.signals.to_error() or RunError("the main process was ended", 128 + signal.SIGTERM)
         cause = str(fault) if fault is not error else f"{type(error).__name__}: {error}"
         run.record(event="end", skipped_rows=dict(run.progress.skipped_rows), fault=cause)
+        saver.wait()  # its thread writes the report, too
+        write_report(run)
         if has_given_up or isinstance(error, SystemExit):
             raise
         everywhere = getattr(error, "everywhere", False)

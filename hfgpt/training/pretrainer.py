@@ -25,7 +25,7 @@ from hfgpt.training.failures import how_to_continue, saved_on_failure
 from hfgpt.training.non_finite import Step
 from hfgpt.training.out_of_memory import out_of_memory_named
 from hfgpt.training.run import TrainingRun
-from hfgpt.training.saving import note_saved, record_lost_output, save
+from hfgpt.training.saving import note_saved, record_lost_output, save, write_report
 from hfgpt.training.setup import prepare
 from hfgpt.training.step import StepResult
 
@@ -146,6 +146,8 @@ def advance(run: TrainingRun, batch: StepBatch, result: StepResult) -> None:
         control.should_log = control.should_save = True
         control.should_evaluate = run.config.eval_steps > 0
     run.callbacks.call("on_step_end")
+    for sample in run.callbacks.take_samples():
+        run.record(event="sample", **sample)
     run.callbacks.agree(run.machine.ranks)
 
 
@@ -227,6 +229,7 @@ def finish(run: TrainingRun, fault: str | None = None) -> None:
     run.callbacks.call("on_train_end")
     record_lost_output(run)
     run.record(event="end", skipped_rows=dict(run.progress.skipped_rows), fault=fault)
+    write_report(run)
     run.has_ended = True
     if run.progress.skipped_rows and run.is_main:
         print("\n".join(describe_skipped(run.progress.skipped_rows)), flush=True)

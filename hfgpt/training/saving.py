@@ -1,4 +1,4 @@
-"""What goes into a checkpoint, and the record that it was written."""
+"""What goes into a checkpoint, the record that it was written, and the page that shows the run so far."""
 
 from __future__ import annotations
 
@@ -9,6 +9,10 @@ from typing import Any
 
 from hfgpt import safe_output
 from hfgpt.checkpointing import state
+from hfgpt.comparing.comparison import compare
+from hfgpt.comparing.page import as_page
+from hfgpt.comparing.reading import read_folder
+from hfgpt.comparing.report import build_report
 from hfgpt.errors import first_line
 from hfgpt.hub.model_card import model_card
 from hfgpt.training.run import TrainingRun
@@ -44,7 +48,8 @@ def start_save(run: TrainingRun, after_failure: bool = False) -> None:
                 raise
             card = f"The model card could not be made ({first_line(error)}).\n"
         write = partial(state.write_files, run.step.model, run.data.tokenizer, tensors, trainer, data, card)
-        run.saver.start(run.progress.step, write, rotate=run.non_finite.skipped_in_a_row == 0)
+        rotate = run.non_finite.skipped_in_a_row == 0
+        run.saver.start(run.progress.step, write, rotate, afterwards=partial(write_report, run))
     run.saver.saved_step = run.progress.step
 
 
@@ -84,6 +89,20 @@ def record_saved(run: TrainingRun, outcome: Path | Exception | None) -> None:
         run.record(event="save", checkpoint=outcome.name, skipped_rows=dict(run.progress.skipped_rows))
     elif outcome is not None:
         run.record(event="save_failed", reason=str(outcome))
+
+
+def write_report(run: TrainingRun) -> None:
+    """Write the run's report.html, on the main process. A failure is a warning, once."""
+    if not (run.config.report and run.is_main) or run.has_no_report:
+        return
+    try:
+        past = read_folder(run.folder.path, with_ledger=False)
+        run.folder.write_report(as_page(build_report([past], compare([past]), with_plots=True)))
+    except Exception as error:  # whatever is wrong with a page, training goes on
+        run.has_no_report = True
+        logger.warning(
+            "%s could not be written (%s); training continues without it", run.folder.report, first_line(error)
+        )
 
 
 def record_lost_output(run: TrainingRun) -> None:

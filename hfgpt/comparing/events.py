@@ -1,0 +1,56 @@
+"""What happened to runs, as lines of a report and as marks in its plots."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from hfgpt.comparing.runs import PastRun
+from hfgpt.comparing.values import format_value
+
+_MOST_LINES = 20  # of a run
+_UNREMARKABLE = ("start", "save", "end", "sample")
+_ON_PLOTS = ("resume", "skip_step", "oom_retry", "signal", "stream_retry", "save_failed")
+_MOST_MARKS, _MOST_IN_MARK = 60, 5
+
+
+class Mark(NamedTuple):
+    """Events at one place of a plot. is_fault: one of them is more than a resume."""
+
+    at: float
+    lines: list[str]
+    is_fault: bool
+
+
+def event_lines(run: PastRun) -> list[str]:
+    """Return a line for each remarkable event, as far as they are few."""
+    lines = [f"{run.name}: {describe_event(event)}" for event in run.events if event["event"] not in _UNREMARKABLE]
+    more = len(lines) - _MOST_LINES
+    return lines[:_MOST_LINES] + ([f"{run.name}: {more} more events"] if more > 0 else [])
+
+
+def describe_event(event: dict[str, Any]) -> str:
+    always = ("event", "step", "time", "wall_seconds", "num_input_tokens_seen")
+    details = ", ".join(
+        f"{key} {format_value(value):.120}" for key, value in event.items() if key not in always and value
+    )
+    return f"{event.get('event')} at step {event['step']}{': ' if details else ''}{details}"
+
+
+def marks_of(runs: Sequence[PastRun], axis: str, start: float, end: float) -> list[Mark]:
+    """Return the events that a curve may show, by their place on `axis`; neighbours share a mark."""
+    found: dict[int, list[tuple[float, str, bool]]] = {}
+    for run in runs:
+        events = [event for event in run.events if event["event"] in _ON_PLOTS or event.get("fault")]
+        places = run.places_of([event["step"] for event in events], axis) if events else []
+        for place, event in zip(places, events, strict=False):
+            if start <= place <= end:
+                line = describe_event(event) if len(runs) == 1 else f"{run.name}: {describe_event(event)}"
+                bucket = round((place - start) / (end - start) * _MOST_MARKS)
+                found.setdefault(bucket, []).append((place, line, event["event"] != "resume"))
+    marks = []
+    for events in found.values():
+        lines, more = [line for _, line, _ in events], len(events) - _MOST_IN_MARK
+        lines = lines[:_MOST_IN_MARK] + ([f"{more} more"] if more > 0 else [])
+        marks.append(Mark(events[0][0], lines, any(is_fault for _, _, is_fault in events)))
+    return marks

@@ -1,0 +1,82 @@
+"""A report as one HTML page that loads nothing: `report.html.jinja` with its plots as SVG."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import numpy as np
+import pandas as pd
+
+from hfgpt.comparing.highlights import date
+from hfgpt.comparing.plots import Plot, short
+from hfgpt.comparing.report import Report
+
+TEMPLATE = "report.html.jinja"  # beside this file; it includes report.css
+_NOT_IN_HTML = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
+_ACROSS_SEVERAL = ("loss_time", "loss_flops")  # plots that show a single run as another one does
+_READINGS = 48  # places of a plot that show their values under the mouse
+_SIZE = 1000  # of the square that curves are drawn in; it is stretched to the size on the screen
+
+
+def as_page(report: Report) -> str:
+    """Return a whole report as HTML, which is also well-formed XML."""
+    several = len(report.names) > 1
+    plots = [plot for plot in report.plots if several or plot.name not in _ACROSS_SEVERAL]
+    tables = [table for table in report.all_tables if table.rows]
+    return _template().render(
+        report=report,
+        several=several,
+        plots=[(plot, list(_readings(plot))) for plot in plots],
+        main_tables=[table for table in tables if not all(row.is_detail for row in table.rows)],
+        folded_tables=[table for table in tables if all(row.is_detail for row in table.rows)],
+        written=date(time.time()),
+    )
+
+
+@cache
+def _template() -> jinja2.Template:
+    folder = jinja2.FileSystemLoader(Path(__file__).parent)
+    environment = jinja2.Environment(
+        loader=folder, autoescape=True, trim_blocks=True, lstrip_blocks=True, finalize=_printable
+    )
+    environment.filters |= {"path": _path, "percent": _percent, "short": short}
+    return environment.get_template(TEMPLATE)
+
+
+def _printable(value: Any) -> Any:
+    """Replace characters that HTML does not have: control characters, half of a pair."""
+    return _NOT_IN_HTML.sub("\ufffd", value) if type(value) is str else value
+
+
+def _percent(value: float, limits: tuple[float, float], falls: bool = False) -> str:
+    """Return a place between two limits as SVG has it; falls: from the top, as y does."""
+    part = (value - limits[0]) / (limits[1] - limits[0])
+    return f"{100 * (1 - part if falls else part):.2f}%"
+
+
+def _path(curve: pd.Series, plot: Plot) -> str:
+    """Return the line of a curve as the data of an SVG path; values far above and below are cut off."""
+    x = _SIZE * (curve.index.to_numpy() - plot.x[0]) / (plot.x[1] - plot.x[0])
+    y = _SIZE * (plot.y[1] - curve.to_numpy()) / (plot.y[1] - plot.y[0])
+    points = np.stack([x, y.clip(-_SIZE, 2 * _SIZE)], axis=1).round(1)
+    return "M" + " ".join(f"{across:g},{down:g}" for across, down in points.tolist())
+
+
+def _readings(plot: Plot) -> Iterable[tuple[float, str]]:
+    """Yield places evenly over a plot, with the values of all curves there."""
+    drawn = [curve for curve in plot.curves if len(curve.trend)]
+    for part in (np.arange(_READINGS) + 0.5) / _READINGS:
+        at = plot.x[0] + part * (plot.x[1] - plot.x[0])
+        values = [
+            f"{curve.name}: {plot.describe_value(float(np.interp(at, curve.trend.index, curve.trend)))}"
+            for curve in drawn
+            if curve.trend.index[0] <= at <= curve.trend.index[-1]
+        ]
+        if values:
+            yield part, "\n".join([plot.describe_place(at), *values])
