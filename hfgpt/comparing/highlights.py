@@ -35,9 +35,13 @@ class RunCard(NamedTuple):
     samples: list[Sample]
 
 
-def run_card(run: PastRun, summary: dict[str, Any]) -> RunCard:
-    """Return the card of a run; summary: as `comparison.summarize` returns it."""
-    shown = [_size(run, summary), _length(summary), *_losses(summary), _speed(run, summary), *_where_and_when(run)]
+def run_card(run: PastRun, compared: dict[str, Any]) -> RunCard:
+    """Return the card of a run; compared: `comparison.compare`'s result."""
+    summary = next(one for one in compared["runs"] if one["name"] == run.name)
+    peak = summary["peak_tflops"]
+    mfu = next((row["mfu"][run.name] for row in compared["mfu_against"] if row["peak_tflops"] == peak), None)
+    speed = _speed(summary["tokens_per_second"], mfu, peak)
+    shown = [_size(run, summary), _length(summary), *_losses(summary), speed, *_where_and_when(run)]
     return RunCard(run.name, run.state, [one for one in shown if one.value], _samples(run))
 
 
@@ -71,9 +75,8 @@ def _losses(summary: dict[str, Any]) -> list[Highlight]:
     ]
 
 
-def _speed(run: PastRun, summary: dict[str, Any]) -> Highlight:
-    rate, mfu = summary["tokens_per_second"], summary["mfu"]
-    detail = f"MFU {format_value(mfu, 'mfu')} of {summary['peak_tflops']:.4g} TFLOP/s" if mfu else ""
+def _speed(rate: float | None, mfu: float | None, peak: float | None) -> Highlight:
+    detail = f"MFU {format_value(mfu, 'mfu')} of {peak:.4g} TFLOP/s" if mfu else ""
     return Highlight("tokens per second", f"{rate:,.0f}" if rate else "", detail)
 
 

@@ -20,7 +20,8 @@ from hfgpt.comparing.report import Report
 TEMPLATE = "report.html.jinja"  # beside this file; it includes report.css
 _NOT_IN_HTML = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
 _ACROSS_SEVERAL = ("loss_time", "loss_flops")  # plots that show a single run as another one does
-_READINGS = 48  # places of a plot that show their values under the mouse
+_READINGS = 48  # strips of a plot that show their values under the mouse
+_READING_WIDTH = 100 / _READINGS
 _SIZE = 1000  # of the square that curves are drawn in; it is stretched to the size on the screen
 
 
@@ -32,6 +33,7 @@ def as_page(report: Report) -> str:
     return _template().render(
         report=report,
         several=several,
+        reading_width=_READING_WIDTH,
         plots=[(plot, list(_readings(plot))) for plot in plots],
         main_tables=[table for table in tables if not all(row.is_detail for row in table.rows)],
         folded_tables=[table for table in tables if all(row.is_detail for row in table.rows)],
@@ -69,14 +71,17 @@ def _path(curve: pd.Series, plot: Plot) -> str:
 
 
 def _readings(plot: Plot) -> Iterable[tuple[float, str]]:
-    """Yield places evenly over a plot, with the values of all curves there."""
+    """Yield strips of a plot, by where they start in percent of its width, with the values that curves have there."""
     drawn = [curve for curve in plot.curves if len(curve.trend)]
     for part in (np.arange(_READINGS) + 0.5) / _READINGS:
         at = plot.x[0] + part * (plot.x[1] - plot.x[0])
-        values = [
-            f"{curve.name}: {plot.describe_value(float(np.interp(at, curve.trend.index, curve.trend)))}"
-            for curve in drawn
-            if curve.trend.index[0] <= at <= curve.trend.index[-1]
-        ]
-        if values:
-            yield part, "\n".join([plot.describe_place(at), *values])
+        there = [curve for curve in drawn if curve.trend.index[0] <= at <= curve.trend.index[-1]]
+        if not there:
+            continue
+        places = there[0].trend.index.to_numpy()
+        at = float(places[np.abs(places - at).argmin()])  # of a record, and not between two
+        lines = [plot.describe_place(at)]
+        for curve in there:
+            value = plot.describe_value(float(np.interp(at, curve.trend.index, curve.trend)))
+            lines.append(f"{curve.name}: {value}" if len(plot.curves) > 1 else value)
+        yield 100 * part - _READING_WIDTH / 2, "\n".join(lines)

@@ -22,6 +22,7 @@ from hfgpt.model.flops import mfu
 
 PLOT_NAMES = ("bits_per_byte", "loss_tokens", "loss_steps", "loss_time", "loss_flops", "speed", "mfu")
 MOST_POINTS = 600  # of a curve
+MOST_DOTS = 200  # evaluations
 SMOOTHED_BY = 50  # the trend is a mean over this part of the records
 FALLING = ("loss", "eval_bits_per_byte")
 _LABELS = {
@@ -140,13 +141,13 @@ def _build(
                 high.append(_top(curve) if is_falling else curve.quantile(0.98))
                 starts.append(curve.index[0])
                 ends.append(curve.index[-1])
-        curves.append(Curve(index, run.name, thin(records), _trend(records, is_falling), thin(evaluations)))
+        curves.append(Curve(index, run.name, thin(records), _trend(records, is_falling), thin(evaluations, MOST_DOTS)))
     if not high:
         return None
     bottom, top = float(min(low)), float(max(high))
     margin = 0.06 * (top - bottom) or 0.05 * abs(top) or 1.0
     start, end = float(min(starts)), float(max(ends))
-    start = start if start > 0.5 * end or start < 0 else 0.0
+    start = start if start < 0 or 0.5 * end < start < end else 0.0
     x = (start, end if end > start else start + 1)
     y = (bottom - (margin if is_falling else 0), top + margin)
     step_tokens = _step_tokens(runs)
@@ -180,13 +181,13 @@ def _trend(curve: pd.Series, is_falling: bool) -> pd.Series:
     return curve.iloc[np.linspace(0, len(curve) - 1, MOST_POINTS).astype(int)]
 
 
-def thin(curve: pd.Series) -> pd.Series:
-    """Return at most MOST_POINTS of a curve: of each stretch the lowest and the highest, and both ends."""
-    if len(curve) <= MOST_POINTS:
+def thin(curve: pd.Series, most: int = MOST_POINTS) -> pd.Series:
+    """Return at most `most` points of a curve: of each stretch the lowest and the highest, and both ends."""
+    if len(curve) <= most:
         return curve
     values = curve.to_numpy()
     kept = {0, len(values) - 1}
-    for start, end in itertools.pairwise(np.linspace(0, len(values), MOST_POINTS // 2).astype(int)):
+    for start, end in itertools.pairwise(np.linspace(0, len(values), most // 2).astype(int)):
         kept |= {start + int(values[start:end].argmin()), start + int(values[start:end].argmax())}
     return curve.iloc[sorted(kept)]
 
@@ -200,7 +201,7 @@ def _top(curve: pd.Series) -> float:
 def _x_ticks(axis: str, start: float, end: float, step_tokens: int | None) -> tuple[str, list[Tick]]:
     """Return the label and ticks of the x axis. Tokens are at round steps where all runs have equal steps."""
     if axis == "wall_seconds":
-        unit, seconds, _ = next(one for one in _TIMES if end >= one[1] * one[2])
+        unit, seconds, _ = next((one for one in _TIMES if end >= one[1] * one[2]), _TIMES[-1])
         places = round_numbers(start / seconds, end / seconds, 6)
         return f"{unit} of training", [Tick(at * seconds, f"{at:,.6g}") for at in places]
     if axis == "num_input_tokens_seen" and step_tokens:

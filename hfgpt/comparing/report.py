@@ -111,7 +111,7 @@ def build_report(runs: Sequence[PastRun], compared: dict[str, Any], with_plots: 
         notes=compared["notes"],
         explanation=NOISE if pairs else "",
         plots=build_plots(runs, comparable) if with_plots else [],
-        cards=[run_card(run, summary) for run, summary in zip(runs, compared["runs"], strict=True)],
+        cards=[run_card(run, compared) for run in runs],
     )
 
 

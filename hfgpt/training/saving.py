@@ -100,9 +100,8 @@ def write_report(run: TrainingRun) -> None:
         run.folder.write_report(as_page(build_report([past], compare([past]), with_plots=True)))
     except Exception as error:  # whatever is wrong with a page, training goes on
         run.has_no_report = True
-        logger.warning(
-            "%s could not be written (%s); training continues without it", run.folder.report, first_line(error)
-        )
+        reason = getattr(error, "strerror", None) or first_line(error)
+        logger.warning("%s could not be written (%s); training continues without it", run.folder.report, reason)
 
 
 def record_lost_output(run: TrainingRun) -> None:

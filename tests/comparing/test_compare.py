@@ -917,7 +917,7 @@ def test_wrong_use_is_one_line(monkeypatch, capsys, tmp_path):
         ([tmp_path / "runs"], "give one of those in it: a"),
         ([tmp_path / "notes.txt"], "no line of a training log"),
         ([a, "--output", tmp_path], "is a folder"),
-        ([a, "--output", tmp_path / "x.html"], "ends in .md"),
+        ([a, "--output", tmp_path / "x.pdf"], "ends in .md, .html or .png"),
         ([a, "--output", tmp_path / "notes.txt" / "x.md"], "cannot be written"),
         ([a, "--tokens_per_step", "many"], "tokens_per_step"),
         ([], "run"),
