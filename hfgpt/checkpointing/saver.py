@@ -26,31 +26,18 @@ class Saver:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.wait()
-
-    def wait(self) -> None:
-        """Wait for the checkpoint that is being written."""
+        """Wait for the checkpoint that is being written, however the run ends."""
         if self._thread is not None:
             self._thread.join()
 
-    def start(
-        self,
-        step: int,
-        write: Callable[[Path], None],
-        rotate: bool = True,
-        afterwards: Callable[[], None] = lambda: None,
-    ) -> None:
-        """Begin to write a checkpoint; the one before must have been collected.
-
-        afterwards: called in the thread, however the checkpoint ended; it raises nothing.
-        """
+    def start(self, step: int, write: Callable[[Path], None], rotate: bool = True) -> None:
+        """Begin to write a checkpoint; the one before must have been collected."""
 
         def work() -> None:
             try:
                 self._outcome = write_checkpoint(self.run, step, write, self.keep if rotate else None)
             except Exception as error:
                 self._outcome = error
-            afterwards()
 
         assert self._thread is None, "the last checkpoint was not collected"  # noqa: S101
         self._thread = threading.Thread(target=work, name=f"checkpoint-{step}")

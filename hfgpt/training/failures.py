@@ -33,7 +33,6 @@ def saved_on_failure(run: TrainingRun) -> Iterator[None]:
             fault = run.signals.to_error() or RunError("the main process was ended", 128 + signal.SIGTERM)
         cause = str(fault) if fault is not error else f"{type(error).__name__}: {error}"
         run.record(event="end", skipped_rows=dict(run.progress.skipped_rows), fault=cause)
-        saver.wait()  # its thread writes the report, too
         write_report(run)
         if has_given_up or isinstance(error, SystemExit):
             raise

@@ -32,6 +32,8 @@ def save(run: TrainingRun, at_end: bool = False) -> None:
         return
     note_saved(run, wait=True, at_end=at_end)
     start_save(run)
+    if not (at_end or run.is_complete):  # else the end of the run writes it
+        write_report(run)  # here, as in a thread it would slow down steps, by more than it takes
     run.callbacks.mfu.on_save(run.callbacks.args, run.callbacks.state, run.callbacks.control)  # outside its clock
 
 
@@ -48,8 +50,7 @@ def start_save(run: TrainingRun, after_failure: bool = False) -> None:
                 raise
             card = f"The model card could not be made ({first_line(error)}).\n"
         write = partial(state.write_files, run.step.model, run.data.tokenizer, tensors, trainer, data, card)
-        rotate = run.non_finite.skipped_in_a_row == 0
-        run.saver.start(run.progress.step, write, rotate, afterwards=partial(write_report, run))
+        run.saver.start(run.progress.step, write, rotate=run.non_finite.skipped_in_a_row == 0)
     run.saver.saved_step = run.progress.step
 
 

