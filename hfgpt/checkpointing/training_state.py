@@ -69,7 +69,7 @@ def read_state(folder: Path, name: str) -> dict[str, Any]:
 
 
 def changed_settings(then: dict[str, Any], now: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the settings that changed since a checkpoint; settings that only name a location are ignored."""
-    places = ("output_dir", "run_name", "resume_from_checkpoint", "push_to_hub")
+    """Return the settings that changed since a checkpoint; settings that only say what is written where are ignored."""
+    places = ("output_dir", "run_name", "resume_from_checkpoint", "push_to_hub", "report")
     changed = [key for key in now if then.get(key) != now[key] and key not in places and not key.startswith("hub_")]
     return {key: {"from": then.get(key), "to": now[key]} for key in changed}

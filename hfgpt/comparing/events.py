@@ -49,8 +49,8 @@ def marks_of(runs: Sequence[PastRun], axis: str, start: float, end: float) -> li
                 bucket = round((place - start) / (end - start) * _MOST_MARKS)
                 found.setdefault(bucket, []).append((place, line, event["event"] != "resume"))
     marks = []
-    for events in found.values():
-        lines, more = [line for _, line, _ in events], len(events) - _MOST_IN_MARK
+    for together in found.values():
+        lines, more = [line for _, line, _ in together], len(together) - _MOST_IN_MARK
         lines = lines[:_MOST_IN_MARK] + ([f"{more} more"] if more > 0 else [])
-        marks.append(Mark(events[0][0], lines, any(is_fault for _, _, is_fault in events)))
+        marks.append(Mark(together[0][0], lines, any(is_fault for _, _, is_fault in together)))
     return marks

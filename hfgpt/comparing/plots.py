@@ -44,7 +44,7 @@ class Tick(NamedTuple):
 class Curve(NamedTuple):
     """One run in a plot: each record, their running mean (of speeds: median), and evaluations."""
 
-    index: int  # of the run, which gives it its colour
+    run_index: int  # of the run, which gives it its colour
     name: str
     records: pd.Series
     trend: pd.Series
@@ -63,7 +63,7 @@ class Plot:
     name: str
     key: str
     axis: str
-    step_tokens: int | None
+    step_tokens: float | None
     x_label: str
     y_label: str
     curves: list[Curve]
@@ -157,9 +157,9 @@ def _build(
     return Plot(*what, curves, x, y, x_ticks, y_ticks, marks_of(runs, axis, *x))
 
 
-def _step_tokens(runs: Sequence[PastRun]) -> int | None:
+def _step_tokens(runs: Sequence[PastRun]) -> float | None:
     """Return the tokens of a step where all steps of all runs have as many, else None."""
-    sizes = {run.tokens_per_step for run in runs}
+    sizes: set[float | None] = {run.tokens_per_step for run in runs}
     for run in runs:
         last = (run.training or run.evaluations)[-1:]
         sizes |= {(number(record.get("num_input_tokens_seen")) or 0) / (record["step"] or 1) for record in last}
@@ -198,7 +198,7 @@ def _top(curve: pd.Series) -> float:
     return float(max(rest.quantile(0.998), curve.iloc[-1]))
 
 
-def _x_ticks(axis: str, start: float, end: float, step_tokens: int | None) -> tuple[str, list[Tick]]:
+def _x_ticks(axis: str, start: float, end: float, step_tokens: float | None) -> tuple[str, list[Tick]]:
     """Return the label and ticks of the x axis. Tokens are at round steps where all runs have equal steps."""
     if axis == "wall_seconds":
         unit, seconds, _ = next((one for one in _TIMES if end >= one[1] * one[2]), _TIMES[-1])

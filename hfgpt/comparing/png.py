@@ -39,17 +39,17 @@ def draw(plot: Plot, dpi: int = 120) -> bytes:
 
 
 def _draw_curve(axes: Any, curve: Curve, alone: bool) -> None:
-    colour, name = _COLOURS[curve.index % len(_COLOURS)], _literal(curve.name)
+    colour, name = _COLOURS[curve.run_index % len(_COLOURS)], _literal(curve.name)
     training, evaluation = ("training", "evaluation") if alone else (name, f"{name}, evaluation")
     if len(curve.records):
         if curve.is_smoothed:
             # Not antialiased, which takes a third of the bytes.
             axes.plot(curve.records, color=colour, linewidth=0.6, alpha=0.25, antialiased=False)
-        dash, marker = _DASHES[curve.index % len(_DASHES)], "." if len(curve.trend) == 1 else ""
+        dash, marker = _DASHES[curve.run_index % len(_DASHES)], "." if len(curve.trend) == 1 else ""
         axes.plot(curve.trend, color=colour, linewidth=1.6, linestyle=dash, marker=marker, label=training)
     if len(curve.evaluations):
         axes.plot(
-            curve.evaluations, _MARKERS[curve.index % len(_MARKERS)], color=colour, label=evaluation,
+            curve.evaluations, _MARKERS[curve.run_index % len(_MARKERS)], color=colour, label=evaluation,
             markersize=5 if len(curve.evaluations) < 40 else 3, markeredgecolor="white", markeredgewidth=0.5,
         )  # fmt: skip
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import re
 import statistics
 from collections.abc import Iterable, Sequence
@@ -10,6 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
+
+from hfgpt.comparing.plots import build_plots
+from hfgpt.comparing.png import draw
+from hfgpt.comparing.runs import PastRun
 
 TEMPLATE = Path(__file__).with_name("model_card.md.jinja")
 # Fields of metrics.jsonl that are published: numbers, never text or paths.
@@ -82,7 +85,7 @@ def model_card(
         evaluation_step=trainer["evaluation_step"],
         step=step,
         later_results=[_result_row(record) for record in later],
-        loss_plot=PLOT if loss_curves(records) else None,
+        loss_plot=PLOT if records else None,
         training=[("text", text), *_training_rows(config, fingerprint, trainer, run), *_speed_rows(records)],
         hyperparameters=[(key, config[key]) for key in HYPERPARAMETERS if config.get(key) is not None],
         sequence_length=config["sequence_length"],
@@ -128,32 +131,12 @@ def export_card(card: str, dtype: str, parameters: int) -> str:
     return re.sub(r"(?m)^(# .*)$", lambda title: f"{title[1]}\n\n{note}", str(parts), count=1)
 
 
-def loss_curves(records: Iterable[dict[str, Any]]) -> dict[str, tuple[list[int], list[float]]]:
-    """Return the tokens and losses of the `training` and `held-out` curves; a curve without a point is left out."""
-    records = list(records)
-    curves = {}
-    for label, key in (("training", "loss"), ("held-out", "eval_loss")):
-        points = [(record["num_input_tokens_seen"], record[key]) for record in records if record.get(key) is not None]
-        if points:
-            curves[label] = ([tokens for tokens, _ in points], [loss for _, loss in points])
-    return curves
-
-
-def plot_losses(records: Iterable[dict[str, Any]]) -> bytes:
-    """Return the loss curves as a PNG; the same bytes for the same records."""
-    from matplotlib.figure import Figure  # takes a second; used like this it needs no display
-
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.subplots()
-    for label, (tokens, losses) in loss_curves(records).items():
-        axes.plot(tokens, losses, label=label, marker="o" if len(tokens) < 50 else None, markersize=3)
-    axes.set_xlabel("training tokens")
-    axes.set_ylabel("loss, nats per token")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    file = io.BytesIO()
-    figure.savefig(file, format="png", dpi=120, metadata={"Software": None})
-    return file.getvalue()
+def plot_losses(records: Sequence[dict[str, Any]]) -> bytes:
+    """Return the loss curves of `public_records` as a PNG; the same bytes for the same records."""
+    run = PastRun("loss", "", "run folder")
+    run.training = [record for record in records if "loss" in record]
+    run.evaluations = [record for record in records if "eval_loss" in record]
+    return draw(build_plots([run])[0])
 
 
 def public_records(records: Iterable[dict[str, Any]], step: int) -> list[dict[str, Any]]:

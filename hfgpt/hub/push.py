@@ -23,15 +23,7 @@ from hfgpt.config import PretrainConfig
 from hfgpt.data.remote import quiet_hub
 from hfgpt.errors import RunError, UserError, message, one_line
 from hfgpt.evaluation.results import read_evaluations
-from hfgpt.hub.model_card import (
-    PLOT,
-    address_card,
-    loss_curves,
-    model_card,
-    plot_losses,
-    public_records,
-    split_languages,
-)
+from hfgpt.hub.model_card import PLOT, address_card, model_card, plot_losses, public_records, split_languages
 from hfgpt.hub.verify import verify
 from hfgpt.retry import is_temporary, retry
 from hfgpt.slow_progress import SlowWork
@@ -193,7 +185,7 @@ def _files(
         facts = run.facts() if is_its_run else {}
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         card = model_card(facts, fingerprint, trainer, records, repo_id, read_evaluations(folder), tokenizer)
-        if loss_curves(records):
+        if records:
             files[PLOT] = plot_losses(records)
             files[RECORDS] = "".join(json.dumps(record) + "\n" for record in records).encode()
     if card or license or language:
