@@ -206,7 +206,11 @@ def _x_ticks(axis: str, start: float, end: float, step_tokens: float | None) -> 
         return f"{unit} of training", [Tick(at * seconds, f"{at:,.6g}") for at in places]
     if axis == "num_input_tokens_seen" and step_tokens:
         steps = [step for step in round_numbers(start / step_tokens, end / step_tokens, 6) if step == int(step)]
-        return "tokens", [Tick(step * step_tokens, short(step * step_tokens), f"step {short(step)}") for step in steps]
+        # Only the first says "step", so that labels have room on a small screen.
+        names = [short(step) if n else f"step {short(step)}" for n, step in enumerate(steps)]
+        return "tokens", [
+            Tick(step * step_tokens, short(step * step_tokens), name) for step, name in zip(steps, names, strict=True)
+        ]
     return _LABELS[axis], [Tick(at, short(at)) for at in round_numbers(start, end, 6)]
 
 
