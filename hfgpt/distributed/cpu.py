@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import os
 import platform
 import re
@@ -23,6 +24,7 @@ THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 THREADS_FLAG = "__num_cpu_threads_per_process"  # of accelerate launch, with underscores for dashes
 
 
+@functools.cache
 def cpuinfo(key: str) -> str:
     """Return the first value of `key` in Linux's list of processors, or an empty string."""
     path = Path("/proc/cpuinfo")

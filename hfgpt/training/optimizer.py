@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from hfgpt.config import PretrainConfig
+from hfgpt.distributed.device import native_precision
 
 # The usual 0.95 ends 2 % higher in short runs with small batches (tests/benchmarks/LEDGER.md).
 MUON_MOMENTUM = 0.9
@@ -45,10 +46,11 @@ def build_optimizer(model: nn.Module, config: PretrainConfig) -> torch.optim.Opt
 
 
 class BatchedMuon(torch.optim.Muon):
-    """torch's Muon with matrices of one shape orthogonalised together; the updates are equal bit for bit.
+    """torch's Muon with matrices of one shape orthogonalised together; in bf16 the updates are equal bit for bit.
 
     This halves its time on two cores (tests/benchmarks/LEDGER.md), and under FSDP2 gathers a batch once instead of
-    each matrix in each product. Momentum is Nesterov's, and updates are scaled to the size of AdamW's.
+    each matrix in each product. Momentum is Nesterov's, and updates are scaled to the size of AdamW's. A device
+    without bf16 instructions, where torch's Muon is several times slower, computes in float32.
     """
 
     @torch.no_grad()
@@ -69,7 +71,8 @@ class BatchedMuon(torch.optim.Muon):
         stacked = torch.stack(updates)
         if isinstance(stacked, DTensor):
             stacked = stacked.full_tensor()
-        made = orthogonalize(stacked, group["ns_coefficients"], group["ns_steps"], group["eps"])
+        dtype = torch.bfloat16 if native_precision(stacked.device) == "bf16" else torch.float32
+        made = orthogonalize(stacked.to(dtype), group["ns_coefficients"], group["ns_steps"], group["eps"])
         rate = group["lr"] * 0.2 * max(stacked.shape[1:]) ** 0.5  # the factor of match_rms_adamw
         for parameter, update in zip(batch, made, strict=True):
             if isinstance(parameter, DTensor):
@@ -91,14 +94,12 @@ def _batches(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
 
 
 def orthogonalize(matrices: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
-    """Return nearly orthogonal matrices close to `matrices` (n, rows, columns), computed in bf16.
+    """Return nearly orthogonal matrices close to `matrices` (n, rows, columns), in their precision.
 
     The Newton-Schulz iteration of Muon (Jordan et al. 2024): X <- a X + (b A + c A A) X with A = X X^T.
     """
     a, b, c = coefficients
-    x = matrices.bfloat16()
-    if tall := x.shape[1] > x.shape[2]:
-        x = x.mT
+    x = matrices.mT if (tall := matrices.shape[1] > matrices.shape[2]) else matrices
     x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=eps)
     x = x.squeeze(0)  # a batch of one may round differently from the single matrix that torch uses
     add_product = torch.addmm if x.dim() == 2 else torch.baddbmm
