@@ -76,6 +76,16 @@ def duration(seconds: float) -> str:
     return str(timedelta(seconds=round(seconds)))
 
 
+def about(seconds: float) -> str:
+    """Format an estimate in its natural unit: `about 40 seconds`, `about 2 minutes`, `about 26 hours`."""
+    for unit, length, longest in (("second", 1, 90), ("minute", 60, 90 * 60), ("hour", 3600, 48 * 3600)):
+        if seconds < longest:
+            number = max(1, round(seconds / length))
+            return f"about {number} {unit}{'s' * (number > 1)}"
+    days = seconds / 86400
+    return f"about {days:,.0f} days" if days < 365_000 else "over 1000 years"
+
+
 def _whole(value: Any) -> int:
     """Return `value` as an exact whole number; 1e9, 1.5e3 and 9_007_199_254_740_993 are whole numbers too."""
     if not abs(float(value)) <= WHOLE_BELOW:

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from transformers import GPT2Config
 
+TYPICAL_MFU = 0.4  # what an estimate assumes before anything is measured
+
 
 class ParameterCounts(NamedTuple):
     """`without_positions` leaves out the T x C position table, which is not multiplied with any token."""

@@ -20,7 +20,7 @@ from hfgpt.distributed.device_peaks import Peak, device_peak, rated_devices, rat
 from hfgpt.errors import UserError
 from hfgpt.field_types import NOT_CONVERTIBLE, convert
 from hfgpt.model.configuration_gpt2 import model_config, model_fields
-from hfgpt.model.flops import parameter_counts, training_flops_per_token
+from hfgpt.model.flops import TYPICAL_MFU, parameter_counts, training_flops_per_token
 from hfgpt.model.memory import Memory, training_memory
 from hfgpt.training.plan import setting_of
 
@@ -197,7 +197,7 @@ def forecast(
     processes: int = 1,
     fsdp: bool = False,
     memory_gib: float | None = None,
-    mfu: float = 0.4,
+    mfu: float = TYPICAL_MFU,
     price_per_hour: float | None = None,
     watts: float | None = None,
     **settings: Any,

@@ -20,8 +20,9 @@ from hfgpt.config import PretrainConfig
 from hfgpt.distributed.compiler import CompileChoice
 from hfgpt.distributed.device import Precision
 from hfgpt.errors import UserError
+from hfgpt.field_types import about
 from hfgpt.model.configuration_gpt2 import model_fields
-from hfgpt.model.flops import parameter_counts
+from hfgpt.model.flops import TYPICAL_MFU, parameter_counts, training_flops_per_token
 from hfgpt.model.memory import Setting, training_memory
 
 
@@ -71,6 +72,7 @@ class Plan:
     text: list[str]
     checkpoint_folder: str
     setting: Setting
+    peak_tflops: float | None  # dense peak of one device
 
     def lines(self) -> list[str]:
         model, batch, config = self.model, self.batch, self.config
@@ -85,6 +87,7 @@ class Plan:
                 f"{name}: {model.n_layer} layers, {model.n_head} heads, {model.n_embd} wide; "
                 f"{counts.total:,} parameters ({counts.without_positions:,} without positions)",
             ),
+            *([("time", self._time())] if self.peak_tflops else []),
             *([("weights", f"start from {config.init_from}")] if config.init_from else []),
             *(("changed", f"{key}: {change}") for key, change in config.gave_way.items()),
             *(("text", line) for line in self.text),
@@ -102,6 +105,15 @@ class Plan:
             *([("push", f"after the last step, to {config.hub_repo_id()} on the Hub")] if config.push_to_hub else []),
         ]
         return [f"{key:<8} {value}" for key, value in rows]
+
+    def _time(self) -> str:
+        """Estimate the seconds of the whole run from its FLOPs."""
+        flops = training_flops_per_token(self.model, self.batch.sequence_length)
+        rate = TYPICAL_MFU * self.batch.processes * (self.peak_tflops or 0) * 1e12 / flops
+        seconds = self.max_steps * self.batch.tokens_per_step / rate
+        where = {"cpu": "this CPU", "cuda": "this GPU"}.get(self.setting.device, "this device")
+        where = f"{self.batch.processes} processes" if self.batch.processes > 1 else where
+        return f"{about(seconds)} of training on {where}, at an MFU of {TYPICAL_MFU:.0%}"
 
     def choices(self) -> dict[str, Any]:
         """Return the choices that depend on the machine and may change the last bits of a result."""

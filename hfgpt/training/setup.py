@@ -22,6 +22,7 @@ from hfgpt.data import TextData, prepare_data, prepare_data_of_run
 from hfgpt.data.loader import iterate
 from hfgpt.distributed.compiler import choose_compile
 from hfgpt.distributed.device import device_name, memory_bytes, start_accelerator
+from hfgpt.distributed.device_peaks import device_peak
 from hfgpt.distributed.fsdp2 import take_fsdp_request
 from hfgpt.distributed.ranks import Ranks
 from hfgpt.distributed.stop_signals import Interrupted, StopSignals
@@ -99,6 +100,7 @@ def _prepare(
     plan = Plan(
         *(config, model.config, batch, max_steps, *choices, data.description, str(folder.checkpoint(max_steps))),
         setting=machine.memory_setting(config, batch, compiled.enabled),
+        peak_tflops=config.mfu_peak_tflops or device_peak(device, machine.precision.name).tflops,
     )
     resumed = resume(resume_from, folder, plan, data, ranks) if resume_from else None
     if resumed:
