@@ -25,7 +25,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import math
 import os
 import re
 import shutil
@@ -35,6 +34,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from hfgpt.checkpointing.records import parse_record, read_records, with_time
 from hfgpt.errors import UserError
 from hfgpt.files import read_text_file
 
@@ -74,37 +74,6 @@ def remove(path: Path) -> None:
     """Delete a file, a link (not its target), or a folder with its content; errors are ignored."""
     with contextlib.suppress(OSError):
         shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
-
-
-def is_count(value: Any) -> bool:
-    """Return whether a value from a file is a number of steps, tokens or the like."""
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
-
-
-def _parse_record(line: bytes) -> dict[str, Any] | None:
-    """Return the record in a line of a .jsonl file; None for a broken line, or one without a step."""
-    with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
-        record = json.loads(line)
-        return record if is_count(record["step"]) else None
-    return None
-
-
-def _read_records(path: Path) -> list[dict[str, Any]]:
-    lines = path.read_bytes().splitlines() if path.is_file() else []
-    whole, rest = lines[:-1], lines[-1:]  # the last may be incomplete: the run may be writing it
-    with contextlib.suppress(ValueError, RecursionError):  # all at once takes a third of the time
-        records = json.loads(b"[%s]" % b",".join(whole))
-        if len(records) == len(whole):
-            found = [record for record in records if isinstance(record, dict) and is_count(record.get("step"))]
-            return found + [record for record in map(_parse_record, rest) if record is not None]
-    return [record for record in map(_parse_record, lines) if record is not None]
-
-
-def _with_time(values: dict[str, Any]) -> dict[str, Any]:
-    """Return a record with the time; NaN and infinity, which JSON does not have, become null."""
-    values = {k: v.item() if getattr(v, "ndim", None) == 0 else v for k, v in values.items()}  # callbacks log tensors
-    values = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
-    return {**values, "time": time.time()}
 
 
 class RunFolder:
@@ -149,15 +118,15 @@ class RunFolder:
 
     def records(self) -> list[dict[str, Any]]:
         """Return the records of metrics.jsonl; each has a step."""
-        return _read_records(self.metrics)
+        return read_records(self.metrics)
 
     def text_records(self) -> list[dict[str, Any]]:
         """Return the records of ledger.jsonl; each has a step."""
-        return _read_records(self.ledger)
+        return read_records(self.ledger)
 
     def evaluation_records(self) -> list[dict[str, Any]]:
         """Return the records of evaluations.jsonl, oldest first; each has a step."""
-        return _read_records(self.evaluations)
+        return read_records(self.evaluations)
 
     def evaluation(self, step: int) -> dict[str, Any]:
         """Return the evaluation record of a step; empty if there is none."""
@@ -242,7 +211,7 @@ class RunFolder:
 
     def record(self, **values: Any) -> None:
         """Add a line to metrics.jsonl. NaN and infinity become null."""
-        self._append(self.metrics, _with_time(values))
+        self._append(self.metrics, with_time(values))
 
     def record_text(self, **values: Any) -> None:
         """Add a line to ledger.jsonl: which text went into a step."""
@@ -250,7 +219,7 @@ class RunFolder:
 
     def record_evaluation(self, **values: Any) -> None:
         """Add a line to evaluations.jsonl, also while the run trains. Raises UserError if it cannot be written."""
-        line = (json.dumps(_with_time(values), ensure_ascii=False) + "\n").encode()
+        line = (json.dumps(with_time(values), ensure_ascii=False) + "\n").encode()
         try:
             with open(self.evaluations, "ab+", buffering=0) as file:
                 if file.tell():
@@ -283,7 +252,7 @@ class RunFolder:
         for path in filter(Path.exists, (self.metrics, self.ledger)):
             kept = []
             for line in path.read_bytes().splitlines(keepends=True):
-                record = _parse_record(line)
+                record = parse_record(line)
                 if record is not None and record["step"] <= step and line.endswith(b"\n"):
                     kept.append(line)
             _replace(path, b"".join(kept))

@@ -22,7 +22,7 @@ from hfgpt.errors import RunError, UserError
 
 
 def iterate(
-    stream: Stream, position: dict[str, Any] | None, *, rank: int = 0, world: int = 1, num_workers: int = 0
+    stream: Stream, position: dict[str, Any] | None, rank: int = 0, world: int = 1, num_workers: int = 0
 ) -> Generator[StepBatch, None, None]:
     """Yield this process's share of each step, endless, from `position` (of all processes; None: the start) on.
 

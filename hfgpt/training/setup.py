@@ -127,9 +127,7 @@ def _prepare(
         folder=folder,
         resumed=resumed,
         data=data,
-        batches=iterate(
-            *(data.train, position), rank=ranks.rank, world=ranks.world_size, num_workers=config.dataloader_num_workers
-        ),
+        batches=iterate(data.train, position, ranks.rank, ranks.world_size, config.dataloader_num_workers),
         position=position,
         step=step,
         progress=progress,
