@@ -1,48 +1,58 @@
 """Two minutes on a CPU: train a small GPT-2 on Python's own documentation, evaluate it, sample from it.
 
-accelerate launch recipes/quickstart.py
+accelerate launch --config_file accelerate_configs/one_process.yaml recipes/quickstart.py
 """
 
 from __future__ import annotations
 
 from hfgpt import PretrainConfig, Pretrainer, run_recipe
 
+# Chosen for two minutes on two CPU cores without bf16 (tests/benchmarks/LEDGER.md).
 CONFIG = {
-    "model": {"n_layer": 4, "n_head": 4, "n_embd": 256, "n_positions": 256},
+    "model": {"n_layer": 4, "n_head": 2, "n_embd": 128, "n_positions": 128},
     "dataset": "embedded",
-    "tokenizer": "bpe-4096",
+    "tokenizer": "bpe-2048",
     "output_dir": "out/quickstart",
     "sequence_length": 128,
-    "per_device_train_batch_size": 16,
-    "max_steps": 400,
-    "learning_rate": 3e-3,
+    "per_device_train_batch_size": 8,
+    "max_steps": 1250,
+    "optim": "muon",
+    "learning_rate": 1e-2,
+    "min_learning_rate": 0.0,
     "warmup_steps": 30,
-    "eval_steps": 100,
+    "eval_steps": 250,
     "eval_tokens": 32_768,
-    "logging_steps": 20,
+    "logging_steps": 25,
+    "save_steps": 250,
     "resume_from_checkpoint": "latest",
 }
+# For the embedded text; for any other the samples continue its held-out part.
+PROMPTS = ["Return the ", "The value of ", "If the file "]
 
 
 def main() -> None:
     config = PretrainConfig.from_cli(CONFIG)
     pretrainer = Pretrainer(config)
     pretrainer.train()
-    run = pretrainer.run
-    if run.is_main:
-        from hfgpt.evaluation.generate import generate
-        from hfgpt.evaluation.loading import load_checkpoint
+    if not pretrainer.run.is_main:
+        return
+    from hfgpt.evaluation.generate import generate
+    from hfgpt.evaluation.loading import load_checkpoint
 
-        model, tokenizer = load_checkpoint(f"{config.output_dir}/checkpoint-latest")
-        prompt = tokenizer.decode(run.data.validation[:12], skip_special_tokens=True)
-        for text in generate(model, tokenizer, prompt, max_new_tokens=60, temperature=0.8, seed=1):
-            print(f"\nsample, from held-out text on:\n{prompt}|{text}")
-        print(
-            "\nLoad the result anywhere:\n"
-            "    from transformers import AutoModelForCausalLM, AutoTokenizer\n"
-            f'    model = AutoModelForCausalLM.from_pretrained("{config.output_dir}/checkpoint-latest")\n'
-            f'    tokenizer = AutoTokenizer.from_pretrained("{config.output_dir}/checkpoint-latest")'
-        )
+    checkpoint = f"{config.output_dir}/checkpoint-latest"
+    model, tokenizer = load_checkpoint(checkpoint)
+    held_out = tokenizer.decode(pretrainer.run.data.validation[:12], skip_special_tokens=True)
+    prompts = PROMPTS if config.dataset == "embedded" else [held_out]
+    texts = generate(model, tokenizer, prompts, max_new_tokens=60, temperature=0.7, seed=1)
+    for prompt, text in zip(prompts, texts, strict=True):
+        print(f"\n> {prompt}{text}")
+    print(
+        f"\ncurves and values   {config.output_dir}/report.html\n"
+        f"the model           {checkpoint}\n"
+        "load it anywhere    from transformers import AutoModelForCausalLM, AutoTokenizer\n"
+        f'                    model = AutoModelForCausalLM.from_pretrained("{checkpoint}")\n'
+        f'                    tokenizer = AutoTokenizer.from_pretrained("{checkpoint}")'
+    )
 
 
 if __name__ == "__main__":
