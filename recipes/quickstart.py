@@ -15,7 +15,7 @@ CONFIG = {
     "output_dir": "out/quickstart",
     "sequence_length": 128,
     "per_device_train_batch_size": 8,
-    "max_steps": 1250,
+    "max_steps": 1000,
     "optim": "muon",
     "learning_rate": 1e-2,
     "min_learning_rate": 0.0,
@@ -27,7 +27,7 @@ CONFIG = {
     "resume_from_checkpoint": "latest",
 }
 # For the embedded text; for any other the samples continue its held-out part.
-PROMPTS = ["Return the ", "The value of ", "If the file "]
+PROMPTS = ["Return the", "This method is", "If the file"]
 
 
 def main() -> None:
@@ -43,7 +43,7 @@ def main() -> None:
     model, tokenizer = load_checkpoint(checkpoint)
     held_out = tokenizer.decode(pretrainer.run.data.validation[:12], skip_special_tokens=True)
     prompts = PROMPTS if config.dataset == "embedded" else [held_out]
-    texts = generate(model, tokenizer, prompts, max_new_tokens=60, temperature=0.7, seed=1)
+    texts = generate(model, tokenizer, prompts, max_new_tokens=60, temperature=0.6, seed=1)
     for prompt, text in zip(prompts, texts, strict=True):
         print(f"\n> {prompt}{text}")
     print(

@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
 from hfgpt.data.units import Unit
 
 NAME = "embedded"
@@ -42,7 +44,11 @@ def read_rows(unit: Unit, text_column: str) -> list[str]:
 
 @functools.lru_cache(maxsize=1)
 def embedded_documents() -> tuple[str, ...]:
-    """Return the topics of `pydoc`, then each longer docstring of the standard library, read from its files, once."""
+    """Return the topics of `pydoc` and each longer docstring of the standard library, once, in a mixed order.
+
+    The order is that of a hash of the text: by name, the last tenth would be other modules than the rest, and the text
+    that is held out another kind than the text that is learnt.
+    """
     documents: list[str] = []
     with contextlib.suppress(ImportError):  # some distributions package it separately
         from pydoc_data.topics import topics
@@ -53,7 +59,8 @@ def embedded_documents() -> tuple[str, ...]:
     for path in sorted(root.rglob("*.py")):
         if left_out.isdisjoint(path.relative_to(root).parts):
             documents += _docstrings(path.read_text(encoding="utf-8", errors="replace"))
-    return tuple(dict.fromkeys(text for text in documents if len(text) >= DOCSTRING_CHARACTERS))
+    longer = {text for text in documents if len(text) >= DOCSTRING_CHARACTERS}
+    return tuple(sorted(longer, key=lambda text: xxhash.xxh3_64_hexdigest(text.encode())))
 
 
 def _docstrings(source: str) -> Iterator[str]:
