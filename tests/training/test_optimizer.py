@@ -42,6 +42,7 @@ def test_muon_takes_the_matrices_of_the_blocks_and_adamw_all_else():
 @pytest.mark.parametrize("batch_elements", [2**23, 2 * 3 * MODEL["n_embd"] ** 2, 1])
 def test_each_update_is_torchs_own(batch_elements, monkeypatch):
     monkeypatch.setattr(optim, "BATCH_ELEMENTS", batch_elements)
+    monkeypatch.setattr(optim, "native_precision", lambda device: "bf16")  # torch's Muon knows no other
     model, optimizer = built()
     other, _ = built()
     matrices = [p for name, p in other.named_parameters() if ".h." in name and p.dim() == 2]
@@ -78,7 +79,8 @@ def test_a_rate_for_muon_alone_is_refused_with_adamw():
 
 
 @pytest.mark.parametrize(("count", "rows", "columns"), [(1, 512, 128), (3, 96, 32), (2, 32, 96), (1, 7, 1)])
-def test_orthogonalised_together_or_alone_each_is_torchs_own(count, rows, columns):
+def test_orthogonalised_together_or_alone_each_is_torchs_own(count, rows, columns, monkeypatch):
+    monkeypatch.setattr(optim, "native_precision", lambda device: "bf16")
     torch.manual_seed(0)
     matrices = [torch.nn.Parameter(torch.randn(rows, columns)) for _ in range(count)]
     others = [torch.nn.Parameter(matrix.detach().clone()) for matrix in matrices]
@@ -91,3 +93,18 @@ def test_orthogonalised_together_or_alone_each_is_torchs_own(count, rows, column
         ours.step()
         torchs.step()
     assert all(map(torch.equal, matrices, others))
+
+
+@pytest.mark.parametrize("precision", ["no", "fp16"])
+def test_without_bf16_instructions_muon_computes_in_float32(precision, monkeypatch):
+    """Near to bf16, whose three digits five rounds of the iteration leave."""
+    monkeypatch.setattr(optim, "native_precision", lambda device: precision)
+    matrix = torch.nn.Parameter(torch.zeros(96, 32))
+    torchs = torch.nn.Parameter(torch.zeros(96, 32))
+    matrix.grad = torchs.grad = torch.randn(96, 32, generator=torch.Generator().manual_seed(0))
+    optim.BatchedMuon([matrix], 1e-2, 0.1, 0.9).step()
+    torch.optim.Muon([torchs], 1e-2, 0.1, 0.9, adjust_lr_fn="match_rms_adamw").step()
+    assert not torch.equal(matrix, torchs)
+    assert (matrix - torchs).norm() < 0.02 * torchs.norm()
+    exact = optim.orthogonalize(matrix.grad[None].double(), (3.4445, -4.775, 2.0315), 5, 1e-7)
+    assert (matrix / matrix.norm() + exact[0] / exact.norm()).norm() < 1e-5
