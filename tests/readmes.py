@@ -142,7 +142,7 @@ def _inline(prose: list[tuple[int, str]]) -> Iterator[tuple[int, str]]:
 
 def _is_command(text: str) -> bool:
     words = text.split()
-    is_name = words[0] == "hfgpt" and len(words) == 2 and words[1] != "doctor" or text == "accelerate config"
+    is_name = (words[0] == "hfgpt" and len(words) == 2 and words[1] != "doctor") or text == "accelerate config"
     return words[0] in PROGRAMS and len(words) > 1 and "..." not in text and not is_name
 
 
@@ -218,9 +218,9 @@ def _parse_recipe(script: str, arguments: list[str]) -> PretrainConfig:
         found.append(config)
         raise SystemExit(0)
 
-    with mock.patch.object(sys, "argv", [script, *arguments]), mock.patch.object(recipe, "Pretrainer", stop_here):
-        with contextlib.suppress(SystemExit):
-            recipe.main()
+    launched = mock.patch.object(sys, "argv", [script, *arguments])
+    with launched, mock.patch.object(recipe, "Pretrainer", stop_here), contextlib.suppress(SystemExit):
+        recipe.main()
     return found[0] if found else None
 
 

@@ -29,7 +29,9 @@ def test_each_command_has_valid_flags(path):
 
 def test_each_flag_is_known():
     flags = known_flags()
-    named = {(path.name, flag) for path in README for text in spans(path) for flag in re.findall(r"--[a-z][\w-]+", text)}
+    named = {
+        (path.name, flag) for path in README for text in spans(path) for flag in re.findall(r"--[a-z][\w-]+", text)
+    }
     own = {"--signal", "--include_path", "--model_args"}  # SLURM's and lm-evaluation-harness's
     assert not {(name, flag) for name, flag in named if flag not in flags | own}
 
