@@ -33,6 +33,7 @@ NOT_RUN = {
     r"^pre-commit install": "changes the hooks of the repository",
     r"^git stash": "changes the working tree",
     r"^\.ci/": "is itself what CI runs",
+    r"readme_commands\.py": "is this script",
     r"^(srun|export MAIN)": "needs SLURM",
     r"^hf auth login": "asks for a token",
     r"lambada_openai": "needs a task from the Hub",
@@ -155,7 +156,7 @@ class Runs:
         if program in PROGRAMS and program != "source" and not shutil.which(program, path=self.environment["PATH"]):
             return f"not run: {program} is not installed"
         for config in configs:
-            if not config.resume_from_checkpoint:
+            if config.resume_from_checkpoint == "never":
                 shutil.rmtree(self.work / config.output_dir, ignore_errors=True)
         if "--tokenizer char --text" in command:
             write_nanogpt(self.work, len(set((self.work / "input.txt").read_text())))
@@ -179,8 +180,10 @@ class Runs:
                 return f"failed: not done after {SECONDS:.0f} s"
             log.seek(0)
             lines = log.read().strip().splitlines()
-        named = [line for line in lines if "rror: " in line]  # the launcher adds its own report
-        return f"failed with {status}: {(named or lines or ['nothing was printed'])[-1]}" if status else None
+        if not status:
+            return None
+        named = [line for line in lines if line.startswith("error: ")]  # ours; a launcher adds its own report
+        return f"failed with {status}: {(named or lines or ['nothing was printed'])[-1]}"
 
 
 def why_not(command: str) -> str | None:
