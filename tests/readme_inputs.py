@@ -69,7 +69,9 @@ def tokenizer_of_gpt2():
 def repositories() -> dict[str, dict[str, bytes]]:
     """What the Hub has: FineWeb-Edu's folders with made text, HellaSwag, and GPT-2 with one layer."""
     from transformers import GPT2Config, GPT2LMHeadModel
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
     texts, configs = (
         embedded_documents(),
         "---\nconfigs:\n- config_name: {}\n  data_files:\n  - {{split: {}, path: {}}}\n---\n",
