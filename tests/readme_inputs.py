@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -16,8 +17,6 @@ from readmes import ROOT
 
 from hfgpt.data.embedded import embedded_documents
 
-CARDS = {"use_cpu: false": "use_cpu: true", "mixed_precision: bf16": "use_cpu: true"}
-
 
 def copy_project(work: Path) -> None:
     """Copy the files of the project; configurations for cards become ones for the CPU."""
@@ -26,7 +25,8 @@ def copy_project(work: Path) -> None:
     for path in (work / "accelerate_configs").glob("*.yaml"):
         text = path.read_text()
         if "use_cpu: true" not in text:
-            path.write_text(text.replace(*next(pair for pair in CARDS.items() if pair[0] in text)))
+            text = re.sub(r"use_cpu: false|mixed_precision: bf16", "use_cpu: true", text, count=1)
+        path.write_text(text)
 
 
 def write_inputs(work: Path) -> None:
