@@ -226,7 +226,7 @@ def cursor(stream: DocumentStream, i: int, phase: str) -> list[int]:
     """Stream i's cursor at row 100 of its first part, or at the last row of its last part of the epoch."""
     if phase == "near":
         return [0, 0, 100, 0]
-    parts = stream._epoch_parts(0)[i :: stream.streams]
+    parts = stream._shuffle_parts(0)[i :: stream.streams]
     unit, part, count = parts[-1]
     rows = stream.source.units[unit].rows
     return [0, len(parts) - 1, int(rows * (part + 1) // count - rows * part // count - 1), 0]
