@@ -251,11 +251,17 @@ def main() -> None:
     if options.run:
         make_run(json.loads(options.run), options.die_at)
         return
+    known = [*RUNS, *COMMANDS]
+    if unknown := [name for name in options.names if name not in known]:
+        parser.error(f"{', '.join(unknown)}: no such run or command; there are {', '.join(known)}")
+    try:
+        before = dict(json.loads(options.check.read_text())) if options.check else {}
+    except (OSError, ValueError, TypeError) as error:
+        parser.error(f"--check {options.check}: cannot be read ({error}); write it with --output on another commit")
     found = all_fingerprints(options.names)
     if options.output:
         options.output.write_text(json.dumps(found, indent=2) + "\n")
     if options.check:
-        before = json.loads(options.check.read_text())
         changed = [name for name in found if found[name] != before.get(name)]
         if changed:
             raise SystemExit(f"differ from {options.check}: {', '.join(changed)}")

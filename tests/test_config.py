@@ -240,6 +240,9 @@ def test_sizes_that_do_not_fit_are_refused_with_both_numbers():
     assert "gpt2-125m" in problem
     (problem,) = problems(model={"n_layers": 2})
     assert "n_layer?" in problem
+    (problem,) = problems(model={"n_layers": 2, "n_heads": 2})
+    assert problem.startswith("model.n_layers=2, model.n_heads=2: ") and problem.count("fields are") == 1
+    assert problems(model="{n_layer:2,n_head:2}") == ("model: write a space after each ':', as in {n_layer: 2}",)
 
 
 @pytest.mark.parametrize(

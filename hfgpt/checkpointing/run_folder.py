@@ -248,7 +248,7 @@ class RunFolder:
             remove(unfinished)
         for folder in self.checkpoints():
             if int(folder.name.split("-")[1]) > step:
-                self.abandon(folder)
+                logger.warning("%s is set aside as %s", folder, self.abandon(folder).name)
         for path in filter(Path.exists, (self.metrics, self.ledger)):
             kept = []
             for line in path.read_bytes().splitlines(keepends=True):
@@ -263,9 +263,9 @@ class RunFolder:
             if (source := other / path.name).is_file() and not path.exists():
                 _replace(path, source.read_bytes())
 
-    def abandon(self, folder: Path) -> None:
-        """Rename a folder, so that it no longer counts as a checkpoint."""
-        folder.rename(folder.with_name(f"abandoned-{time.time_ns()}-{folder.name}"))
+    def abandon(self, folder: Path) -> Path:
+        """Rename a folder, so that it no longer counts as a checkpoint, and return its new name."""
+        return folder.rename(folder.with_name(f"abandoned-{time.time_ns()}-{folder.name}"))
 
     def _append(self, path: Path, values: dict[str, Any]) -> None:
         """Add a line; if the disk is full, keep it for the next call, as training need not stop for that."""

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.fsdp import FSDPModule
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from transformers import GPT2Config, PreTrainedModel, PreTrainedTokenizerFast
 
 from hfgpt.checkpointing.run_folder import write_json
 from hfgpt.checkpointing.training_state import STATE
@@ -81,7 +81,7 @@ def load_model_and_optimizer(
 ) -> None:
     """Load weights and optimizer state of a checkpoint in place, on all processes.
 
-    Only the main process reads the files. Raises UserError for a checkpoint of another model or optimizer.
+    Only the main process reads the files. Raises UserError for a checkpoint of another optimizer.
     """
     state: Any = get_optimizer_state_dict(model, optimizer)
     read: dict[str, Any] = {"weights": {}, "optimizer": {}}  # stays empty on the other processes
@@ -93,19 +93,30 @@ def load_model_and_optimizer(
     set_optimizer_state_dict(model, optimizer, read["optimizer"], options=options)
 
 
+def check_model(folder: Path, model: GPT2Config) -> None:
+    """Raise UserError if the checkpoint `folder` is one of another model."""
+    where = f"resume_from_checkpoint={folder}"
+    try:
+        saved = json.loads(read_text_file(folder / "config.json"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{where}: cannot be read ({error}); take another one") from error
+    saved, ours = saved if isinstance(saved, dict) else {}, model.to_dict()
+    if changed := [key for key in ARCHITECTURE_FIELDS if saved.get(key) != ours[key]]:
+        values = (f"model.{key}: {saved.get(key)} there, {ours[key]} here" for key in changed)
+        raise UserError(
+            f"{where}: another model; {'; '.join(values)}; restore these values, or start a new run in another "
+            f"output_dir, with the model and weights of the checkpoint by --init_from {folder}"
+        )
+
+
 def _read_tensors(folder: Path, model: PreTrainedModel, state: dict[str, Tensors]) -> dict[str, Any]:
     """Read a checkpoint of the same model: `weights` by parameter name, `optimizer` in the form of `state`."""
     where = f"resume_from_checkpoint={folder}"
     try:
-        config = json.loads(read_text_file(folder / "config.json"))
         weights = to_parameter_names(load_file(folder / "model.safetensors"))
         moments = load_file(folder / STATE / "optimizer.safetensors")
     except (OSError, ValueError, RecursionError, SafetensorError) as error:
         raise UserError(f"{where}: cannot be read ({error}); take another one") from error
-    saved, ours = config if isinstance(config, dict) else {}, model.config.to_dict()
-    if changed := [key for key in ARCHITECTURE_FIELDS if saved.get(key) != ours[key]]:
-        values = (f"model.{key}: {saved.get(key)} there, {ours[key]} here" for key in changed)
-        raise UserError(f"{where}: another model; {'; '.join(values)}")
     if differing := _find_differing(weights, dict(model.named_parameters())):
         raise UserError(f"{where}: parameters differ from the model's: {differing}; take another one")
     if differing := _find_differing(moments, _flat(state)):

@@ -34,10 +34,13 @@ class CompileChoice:
     reason: str
 
 
-def choose_compile(requested: str | bool, device: torch.device, forward_passes: int) -> CompileChoice:
+def choose_compile(
+    requested: str | bool, device: torch.device, forward_passes: int, is_least: bool = False
+) -> CompileChoice:
     """Choose whether to compile the model for a run of `forward_passes` micro-batches on this process.
 
-    `requested` is "auto", True or False. Raises UserError if True cannot work.
+    `requested` is "auto", True or False. is_least: there may be more passes, which is not known yet.
+    Raises UserError if True cannot work.
     """
     if requested is False:
         return CompileChoice(False, "requested")
@@ -47,7 +50,8 @@ def choose_compile(requested: str | bool, device: torch.device, forward_passes: 
     if requested is True:
         return CompileChoice(True, "requested")
     if not obstacle and device.type == "cpu" and forward_passes < SHORT_RUN_FORWARD_PASSES:
-        obstacle = f"{forward_passes} forward passes, fewer than {SHORT_RUN_FORWARD_PASSES}, do not repay compilation"
+        passes = f"{'as few as ' if is_least else ''}{forward_passes}"
+        obstacle = f"{passes} forward passes, fewer than {SHORT_RUN_FORWARD_PASSES}, do not repay compilation"
     return CompileChoice(not obstacle, obstacle or "there is a compiler and the run is long enough")
 
 

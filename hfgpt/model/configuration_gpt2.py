@@ -12,6 +12,7 @@ from transformers.activations import ACT2FN
 from hfgpt.errors import UserError
 from hfgpt.field_types import NOT_CONVERTIBLE, convert, describe, shown
 
+MOST_UNKNOWN = 20  # unknown fields that an error lists
 MOST_HEADS = 2**12  # largest number of heads that an error lists as fitting
 _DROPOUTS = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
 _SIZES = ("n_layer", "n_head", "n_embd", "n_positions", "n_inner", "vocab_size")
@@ -49,6 +50,8 @@ def model_fields(model: str | dict[str, Any], defaults: dict[str, Any] = _NO_DRO
     cannot work.
     """
     given = {"size": model} if isinstance(model, str) else dict(model)
+    if any(value is None and ":" in str(key) for key, value in given.items()):
+        raise UserError("model: write a space after each ':', as in {n_layer: 2}")
     size = given.pop("size", None)
     if size is not None and not (isinstance(size, str) and size in MODEL_SIZES):
         where = "model" if isinstance(model, str) else "model.size"
@@ -56,6 +59,10 @@ def model_fields(model: str | dict[str, Any], defaults: dict[str, Any] = _NO_DRO
         raise UserError(f"{where}={shown(size)}: no such size; {near}sizes are {', '.join(MODEL_SIZES)}")
     fields = {**defaults, **MODEL_SIZES.get(str(size), {}), **given}
     problems: list[str] = []
+    if unknown := [key for key in given if key not in _TYPES]:
+        names = ", ".join([f"model.{shown(key)}={shown(fields.pop(key))}" for key in unknown][:MOST_UNKNOWN])
+        near = _near(unknown[0], _TYPES) if len(unknown) == 1 else ""
+        problems.append(f"{names}: not a field that can be set; {near}fields are {', '.join(_TYPES)}")
     for key, value in fields.items():
         try:
             fields[key] = _checked_field(key, value)
@@ -73,9 +80,6 @@ def model_fields(model: str | dict[str, Any], defaults: dict[str, Any] = _NO_DRO
 def _checked_field(key: str, value: Any) -> Any:
     """Return the value in the type of its field. Raises UserError if it cannot be used."""
     where = f"model.{shown(key)}={shown(value)}"
-    if key not in _TYPES:
-        near = _near(key, _TYPES)
-        raise UserError(f"{where}: not a field that can be set; {near}fields are {', '.join(_TYPES)}")
     try:
         value = convert(value, _TYPES[key])
     except NOT_CONVERTIBLE:

@@ -54,7 +54,7 @@ def check_memory(config: PretrainConfig, batch: Batch, setting: Setting, availab
         raise UserError(
             f"per_device_train_batch_size={batch.micro_batch} x sequence_length={batch.sequence_length} x accumulation "
             f"{batch.accumulation} with this model needs some {needed / 2**30:,.0f} GiB, and the device has "
-            f"{available_bytes / 2**30:,.0f}; use a smaller model, micro-batch or tokens_per_step"
+            f"{available_bytes / 2**30:,.0f}; use a smaller model, sequence_length, micro-batch or tokens_per_step"
         )
 
 
@@ -73,6 +73,7 @@ class Plan:
     checkpoint_folder: str
     setting: Setting
     peak_tflops: float | None  # dense peak of one device
+    resumed: str | None = None  # the checkpoint that the run continues from
 
     def lines(self) -> list[str]:
         model, batch, config = self.model, self.batch, self.config
@@ -88,6 +89,7 @@ class Plan:
                 f"{counts.total:,} parameters ({counts.without_positions:,} without positions)",
             ),
             *([("time", self._time())] if self.peak_tflops else []),
+            *([("resume", self.resumed)] if self.resumed else []),
             *([("weights", f"start from {config.init_from}")] if config.init_from else []),
             *(("changed", f"{key}: {change}") for key, change in config.gave_way.items()),
             *(("text", line) for line in self.text),

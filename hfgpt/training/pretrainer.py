@@ -54,6 +54,8 @@ class Pretrainer:
             with closing(run.folder), run.saver, closing(run.batches), saved_on_failure(run), ranks.share_failures():
                 if run.is_main:
                     print("\n".join(run.plan.lines()), flush=True)
+                    if run.resumed:
+                        run.resumed.warn()
                 # Read a batch first, so that nothing is written if the text cannot be read.
                 with SlowWork("reading the text of the first step"):
                     batch = None if run.is_complete else next_batch(run)

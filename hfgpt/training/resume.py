@@ -36,6 +36,19 @@ class Resumed:
     learning_rate: LearningRate
     changed_settings: dict[str, dict[str, Any]]
     changed_text: str
+    warnings: list[str]
+
+    def describe(self, run: RunFolder, max_steps: int) -> str:
+        """Return what the run continues from, for the plan."""
+        step = self.progress.step
+        skipped = [folder.name for folder in run.checkpoints() if int(folder.name.split("-")[1]) > step]
+        found = f"from {self.folder}, step {step:,}" + (f"; skipped: {', '.join(skipped)}" if skipped else "")
+        return f"{found}; already finished at step {step:,}" if step >= max_steps else found
+
+    def warn(self) -> None:
+        """Print which settings changed. Call when nothing refuses the run any more."""
+        for warning in self.warnings:
+            logger.warning(warning)
 
     def load(self, model: PreTrainedModel, optimizer: torch.optim.Optimizer, scaler: Any, ranks: Ranks) -> None:
         """Restore weights, optimizer and loss scaling in place. Call on all processes."""
@@ -51,13 +64,23 @@ def resume(folder: Path, run: RunFolder, plan: Plan, data: TextData, ranks: Rank
     """
     config, max_steps = plan.config, plan.max_steps
     trainer, saved = ranks.from_main(lambda: [read_state(folder, name) for name in ("trainer_state", "data_state")])
-    position, changed_text = resumed_position(
-        data.train, saved["fingerprint"], saved["position"], config.accept_changed_text
-    )
+    problems: list[str] = []
+    try:
+        ranks.from_main(partial(state.check_model, folder, plan.model))
+    except UserError as error:
+        problems += error.problems
+    try:
+        position, changed_text = resumed_position(
+            data.train, saved["fingerprint"], saved["position"], config.accept_changed_text
+        )
+    except UserError as error:
+        problems += error.problems
     if (then := trainer["config"].get("optim")) != config.optim:
-        raise UserError(f"optim={config.optim}: {folder} was saved with optim={then}; set --optim {then}")
+        problems.append(f"optim={config.optim}: {folder} was saved with optim={then}; set --optim {then}")
     if max_steps < trainer["step"]:
-        raise UserError(f"max_steps={max_steps}: {folder} is at step {trainer['step']}; set a larger --max_steps")
+        problems.append(f"max_steps={max_steps}: {folder} is at step {trainer['step']}; set a larger --max_steps")
+    if problems:
+        raise UserError(*problems)
     progress = Progress.from_json(trainer)
     is_missing = progress.evaluation_step != progress.step
     if is_missing and (made_later := ranks.from_main(partial(run.evaluation, progress.step))):
@@ -66,9 +89,8 @@ def resume(folder: Path, run: RunFolder, plan: Plan, data: TextData, ranks: Rank
     recorded, now = trainer.get("choices", {}), plan.choices()
     changed = changed_settings(trainer["config"], config.to_dict())
     changed |= changed_settings(recorded, {key: now.get(key) for key in recorded})
-    for key, change in changed.items():
-        logger.warning("%s is %s from here on; it was %s", key, change["to"], change["from"])
+    warnings = [f"{key} is {now['to']} from here on; it was {now['from']}" for key, now in changed.items()]
     learning_rate = LearningRate(config, **trainer["schedule"])
     if change_of_rate := learning_rate.extend(trainer["step"], max_steps, config.lr_schedule_on_resume):
-        logger.warning(change_of_rate)
-    return Resumed(folder, trainer, progress, position, learning_rate, changed, changed_text)
+        warnings.append(change_of_rate)
+    return Resumed(folder, trainer, progress, position, learning_rate, changed, changed_text, warnings)

@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import torch
 from transformers import TrainerCallback
 
 from hfgpt.batch import Batch
@@ -20,7 +21,7 @@ from hfgpt.checkpointing.training_state import read_state
 from hfgpt.config import PretrainConfig
 from hfgpt.data import TextData, prepare_data, prepare_data_of_run
 from hfgpt.data.loader import iterate
-from hfgpt.distributed.compiler import choose_compile
+from hfgpt.distributed.compiler import CompileChoice, choose_compile
 from hfgpt.distributed.device import device_name, memory_bytes, start_accelerator
 from hfgpt.distributed.device_peaks import device_peak
 from hfgpt.distributed.fsdp2 import take_fsdp_request
@@ -90,7 +91,7 @@ def _prepare(
     check_memory(config, batch, machine.memory_setting(config, batch), memory_bytes(device))
     config, data = _open_text(config, batch, resume_from, ranks)
     max_steps = config.total_steps(batch, getattr(data.train, "blocks_per_epoch", None))
-    compiled = choose_compile(config.torch_compile, device, max_steps * batch.accumulation)
+    compiled = _choose_compile(config, batch, device, max_steps)
 
     # Only the main process reads the weights; it sends them to the others.
     weights = initial_weights(config.init_from, data.tokenizer, ranks) if config.init_from and not resume_from else {}
@@ -104,6 +105,7 @@ def _prepare(
     )
     resumed = resume(resume_from, folder, plan, data, ranks) if resume_from else None
     if resumed:
+        plan = replace(plan, resumed=resumed.describe(folder, max_steps))
         resumed.load(model, optimizer, accelerator.scaler, ranks)
     progress = resumed.progress if resumed else Progress(skipped_rows=data.skipped.copy())
     position = resumed.position if resumed else data.train.start
@@ -136,6 +138,13 @@ def _prepare(
         saver=Saver(folder, config.save_total_limit, config.max_failed_saves, progress.step if resumed else None),
         facts=run_facts(progress.run_id, plan, data.train.fingerprint),
     )
+
+
+def _choose_compile(config: PretrainConfig, batch: Batch, device: torch.device, max_steps: int) -> CompileChoice:
+    """Choose whether to compile. A micro-batch is measured with the model as chosen, so it is not known yet here."""
+    is_measured = config.per_device_train_batch_size == AUTO  # the largest takes a step in one pass
+    passes = max_steps * (1 if is_measured else batch.accumulation)
+    return choose_compile(config.torch_compile, device, passes, is_measured)
 
 
 def _choose_micro_batch(

@@ -124,6 +124,7 @@ def test_auto_compile_needs_a_compiler_and_a_long_run(with_compiler, monkeypatch
     assert compiler.choose_compile("auto", CPU, 200).enabled
     short = compiler.choose_compile("auto", CPU, 199)
     assert not short.enabled and "199" in short.reason
+    assert "as few as 199 forward" in compiler.choose_compile("auto", CPU, 199, is_least=True).reason
     assert compiler.choose_compile(True, CPU, 1).enabled
     assert not compiler.choose_compile(False, CPU, 10_000).enabled
 

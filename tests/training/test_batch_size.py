@@ -235,5 +235,6 @@ def test_the_plan_is_that_of_what_was_found(config, monkeypatch):
     monkeypatch.setattr(
         "hfgpt.training.setup.find_fastest_split", lambda *_: (Batch(4, 16, 4, 1), "micro-batch: found")
     )
-    found = run(config, per_device_train_batch_size="auto")
+    found = run(config, per_device_train_batch_size="auto", torch_compile="auto")
+    assert not found.plan.compile.enabled  # 4 steps, which might be 64 forward passes
     assert found.plan.setting.micro_batch == 4 and found.plan.batch == found.step.batch == Batch(4, 16, 4, 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import signal
 from pathlib import Path
@@ -88,6 +89,26 @@ def test_settings_changed_at_resume_are_said_and_recorded(config, caplog):
     assert "learning_rate is 0.005 from here on; it was 0.01" in caplog.text
 
 
+def test_a_refused_resume_names_every_difference_and_prints_no_change(config, caplog):
+    trained(config())
+    changes = {"seed": 2, "model": {**MODEL, "n_layer": 3}, "learning_rate": 5e-3}
+    with pytest.raises(UserError) as caught:
+        trained(config(resume_from_checkpoint="latest", **changes))
+    message = str(caught.value)
+    assert "seed (" in message and "model.n_layer: 2 there, 3 here" in message and "--init_from" in message
+    assert "from here on" not in caplog.text
+
+
+def test_the_plan_of_a_resumed_run_names_its_checkpoint(config, capsys):
+    folder = trained(config()).folder
+    (folder.checkpoint(6) / "model.safetensors").write_bytes(b"")
+    capsys.readouterr()
+    trained(config(resume_from_checkpoint="latest"))
+    assert re.search(r"^resume   from .*checkpoint-\d, step \d; skipped: checkpoint-6$", capsys.readouterr().out, re.M)
+    trained(config(resume_from_checkpoint="latest"))
+    assert "checkpoint-6, step 6; already finished at step 6" in capsys.readouterr().out
+
+
 def test_fewer_steps_than_the_checkpoint_has_are_refused(config):
     trained(config())
     with pytest.raises(UserError, match=r"max_steps=3: .*checkpoint-6 is at step 6"):
@@ -105,13 +126,14 @@ def test_the_same_step_cut_otherwise_may_resume(config):
         assert other["loss"] == pytest.approx(one["loss"], abs=1e-5)
 
 
-def test_resuming_from_an_earlier_step_leaves_the_later_course_aside(config):
+def test_resuming_from_an_earlier_step_leaves_the_later_course_aside(config, caplog):
     trained(config())
     earlier = str(Path(config().output_dir) / "checkpoint-2")
     again = trained(config(max_steps=5, save_steps=1, save_total_limit=1, resume_from_checkpoint=earlier))
     assert [path.name for path in again.folder.checkpoints()] == ["checkpoint-5"]
     assert (again.folder.path / "checkpoint-latest").resolve().name == "checkpoint-5"
-    assert len(list(again.folder.path.glob("abandoned-*-checkpoint-*"))) == 2
+    aside = list(again.folder.path.glob("abandoned-*-checkpoint-*"))
+    assert len(aside) == 2 and all(f"is set aside as {path.name}" in caplog.text for path in aside)
 
 
 def test_an_untied_head_is_saved_and_resumed(config):
