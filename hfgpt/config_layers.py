@@ -30,6 +30,16 @@ _OF_ANOTHER = {"dataset": ("dataset_name", "dataset_split", "dataset_revision"),
 MOST_UNKNOWN = 20  # unknown settings listed in one message
 
 Layer = dict[str, Any]
+
+
+class FileLayer(Layer):
+    """The settings of a YAML file."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(read_yaml(path))
+        self.path = path
+
+
 logger = logging.getLogger(__name__)
 
 
@@ -76,7 +86,7 @@ def read_flags(cls: type[PretrainConfig], defaults: Layer, argv: list[str] | Non
         parser.add_argument(f"--{spec.name}", metavar="VALUE", const=alone, help=text, **options)
     known, unknown = parser.parse_known_args(argv)
     given = vars(known)
-    files = [read_yaml(path) for path in given.pop("config", [])]
+    files = [FileLayer(path) for path in given.pop("config", [])]
     command_line: Layer = {key: values[-1] for key, values in given.items()}
     for key, values in given.items():
         if any(value != values[-1] for value in values) and rank_and_world_size()[0] == 0:
@@ -128,9 +138,12 @@ def merge_layers(cls: type[PretrainConfig], layers: list[Layer], recipe: list[La
     names = [spec.name for spec in dataclasses.fields(cls)]
     problems = []
     unknown = [key for key in merged if key not in names]
+    files = {key: f"{shown(layer.path)}: " for layer in layers if isinstance(layer, FileLayer) for key in layer}
     for key in unknown[: MOST_UNKNOWN + 1]:
         near = difflib.get_close_matches(key[:100], names, n=1, cutoff=0.5)
-        problems.append(f"--{shown(key)}: no such setting; " + (f"did you mean --{near[0]}?" if near else "see --help"))
+        where, dashes = files.get(key, ""), "" if key in files else "--"
+        hint = f"did you mean {dashes}{near[0]}?" if near else "see --help"
+        problems.append(f"{where}{dashes}{shown(key)}: no such setting; {hint}")
     if len(unknown) > MOST_UNKNOWN:
         problems[MOST_UNKNOWN:] = [f"and {len(unknown) - MOST_UNKNOWN:,} more unknown settings"]
     merged = {key: value for key, value in merged.items() if key in names}

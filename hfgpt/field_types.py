@@ -86,6 +86,12 @@ def about(seconds: float) -> str:
     return f"about {days:,.0f} days" if days < 365_000 else "over 1000 years"
 
 
+def rounded(value: float, digits: int = 3) -> str:
+    """Format with so many significant digits, and never with an exponent where a number is large: `13,000`."""
+    near = float(f"{value:.{digits}g}")
+    return f"{near:,.0f}" if near >= 10 ** (digits - 1) else f"{near:,.{digits}g}"
+
+
 def _whole(value: Any) -> int:
     """Return `value` as an exact whole number; 1e9, 1.5e3 and 9_007_199_254_740_993 are whole numbers too."""
     if not abs(float(value)) <= WHOLE_BELOW:

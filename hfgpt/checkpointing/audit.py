@@ -21,6 +21,7 @@ from hfgpt.errors import UserError
 from hfgpt.field_types import shown
 from hfgpt.files import read_text_file
 
+RESTORE = "restore the file from a copy, as nothing else holds what was in it"
 LEAKED = "of the validation text were trained on"
 
 
@@ -73,14 +74,22 @@ def audit(folder: str | Path) -> dict[str, Any]:
 
 def _read_run(run: RunFolder) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Return run.json and the lines of the ledger. Raises UserError if they are not as a run writes them."""
+    facts, where = {}, "run.json"
     try:
         facts = json.loads(read_text_file(run.run_json))
-        ledger = [json.loads(line) for line in read_text_file(run.ledger).splitlines()]
+        where = "ledger.jsonl"
+        # Without its line end, the last line is incomplete: the run may be writing it, or have died while it did.
+        lines = [line for line in read_text_file(run.ledger).splitlines(keepends=True) if line.endswith("\n")]
+        ledger = []
+        for number, line in enumerate(lines, start=1):
+            where = f"line {number} of ledger.jsonl"
+            ledger.append(json.loads(line))
+    except FileNotFoundError:
+        fix = "give a run folder" if where == "run.json" else RESTORE
+        raise UserError(f"run {run.path}: no {where}; {fix}") from None
     except (OSError, ValueError, RecursionError) as error:
         reason = shown(getattr(error, "strerror", None) or str(error))
-        raise UserError(
-            f"run {run.path}: no readable run.json and ledger.jsonl ({reason}); give a run folder"
-        ) from None
+        raise UserError(f"run {run.path}: {where} cannot be read ({reason}); {RESTORE}") from None
     sizes = ("micro_batch", "accumulation", "processes", "tokens_per_step")
     wrong = None
     if not isinstance(facts, dict) or not all(isinstance(facts.get(key), dict) for key in ("config", "data", "plan")):
@@ -91,7 +100,7 @@ def _read_run(run: RunFolder) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         if not (isinstance(line, dict) and is_count(line.get("step")) and {"batch_hash", "position"} <= line.keys()):
             wrong = wrong or f"line {number} of ledger.jsonl without a step, hash or position"
     if wrong:
-        raise UserError(f"run {run.path}: {wrong}; give a run folder")
+        raise UserError(f"run {run.path}: {wrong}; {RESTORE}")
     return facts, ledger
 
 

@@ -46,4 +46,8 @@ def doctor(is_json: AsJson = False) -> None:
     if is_json:
         print(as_json(facts))
     else:
-        print(as_lines(facts | {"versions": ", ".join(f"{name} {number}" for name, number in versions.items())}))
+        text = {
+            "precision": precision.label,
+            "versions": ", ".join(f"{name} {part}" for name, part in versions.items()),
+        }
+        print(as_lines(facts | text))

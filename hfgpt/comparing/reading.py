@@ -95,19 +95,25 @@ def read_folder(path: Path, with_ledger: bool = True) -> PastRun:
             add_record(run.evaluations, record)
         elif "loss" in record:
             add_record(run.training, record)
-    content = folder.metrics.read_bytes() if folder.metrics.is_file() else b""
-    lines = content.splitlines()
-    if broken := len(lines) - lines.count(b"") - len(records):
-        # The run may be writing its last line, or have died while it did.
-        cut = " (the last is incomplete)" if not content.endswith(b"\n") else ""
-        run.notes.append(f"{broken} broken line{'s' if broken > 1 else ''} of metrics.jsonl skipped{cut}")
-    for line in folder.text_records() if with_ledger else ():
-        if isinstance(line.get("batch_hash"), str):
-            run.hashes[line["step"]] = line["batch_hash"]
+    _note_broken(run, folder.metrics, records)
+    if with_ledger:
+        ledger = folder.text_records()
+        _note_broken(run, folder.ledger, ledger)
+        run.hashes = {line["step"]: line["batch_hash"] for line in ledger if isinstance(line.get("batch_hash"), str)}
     if not run.training and not run.evaluations:
         run.notes.append("no training record yet")
     _apply_changes(run)
     return run
+
+
+def _note_broken(run: PastRun, path: Path, records: list[dict[str, Any]]) -> None:
+    """Add a note if the file has more lines than `records` were read from it."""
+    content = path.read_bytes() if path.is_file() else b""
+    lines = content.splitlines()
+    if broken := len(lines) - lines.count(b"") - len(records):
+        # The run may be writing its last line, or have died while it did.
+        cut = " (the last is incomplete)" if not content.endswith(b"\n") else ""
+        run.notes.append(f"{broken} broken line{'s' if broken > 1 else ''} of {path.name} skipped{cut}")
 
 
 def _read_facts(run: PastRun, folder: RunFolder) -> None:

@@ -12,7 +12,7 @@ from hfgpt.config import PretrainConfig
 from hfgpt.data import embedded
 from hfgpt.data.local_files import local_files
 from hfgpt.data.prepare import TextData, prepare_data
-from hfgpt.errors import UserError
+from hfgpt.errors import UserError, message
 from hfgpt.field_types import AUTO
 
 
@@ -43,7 +43,9 @@ def prepare_data_of_run(
         try:
             tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
         except Exception as error:  # each broken file fails in its own way
-            raise UserError(f"{folder}: its tokenizer cannot be read ({error}); take another checkpoint") from error
+            raise UserError(
+                f"{folder}: its tokenizer cannot be read ({message(error)}); take another checkpoint"
+            ) from error
     try:
         return prepare_data(pinned, blocks_per_step, tokenizer, held_out)
     except UserError as error:

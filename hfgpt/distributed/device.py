@@ -26,6 +26,11 @@ class Precision:
     name: str
     reason: str
 
+    @property
+    def label(self) -> str:
+        """The name in plain words."""
+        return "float32" if self.name == "no" else self.name
+
 
 def default_device() -> torch.device:
     """Return the accelerator that torch finds; the CPU without one, or if the accelerate configuration asks for it."""

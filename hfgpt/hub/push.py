@@ -24,7 +24,7 @@ from hfgpt.data.remote import quiet_hub
 from hfgpt.errors import RunError, UserError, message, one_line
 from hfgpt.evaluation.results import read_evaluations
 from hfgpt.hub.model_card import PLOT, address_card, model_card, plot_losses, public_records, split_languages
-from hfgpt.hub.verify import verify
+from hfgpt.hub.verify import check_is_model, verify
 from hfgpt.retry import is_temporary, retry
 from hfgpt.slow_progress import SlowWork
 
@@ -60,6 +60,7 @@ def push(
     instead of the run's. Raises UserError if nothing can be sent, and RunError if the folder does not verify
     (nothing is sent then) or the upload fails.
     """
+    check_is_model(Path(folder))
     token = check_access(repo_id)
     given, folder = folder, Path(folder).resolve()  # checkpoint-latest may point elsewhere before this ends
     verified = verify(folder)

@@ -41,11 +41,10 @@ def verify(folder: str | Path) -> dict[str, Any]:
     Raises UserError for a folder without a model.
     """
     folder = Path(folder)
-    if not (folder / "config.json").is_file():
-        raise UserError(f"checkpoint {folder}: no config.json; give a checkpoint folder")
+    check_is_model(folder)
     facts: dict[str, Any] = {"checkpoint": str(folder)}
     problems = _file_problems(folder)
-    if not all((folder / name).is_file() for name in REQUIRED):
+    if not (has_tokenizer(folder) and all((folder / name).is_file() for name in REQUIRED)):
         return {**facts, "problems": problems}
     recorded, tolerance, blocks = None, TOLERANCE_FLOAT32, None
     try:
@@ -66,6 +65,14 @@ def verify(folder: str | Path) -> dict[str, Any]:
         if not abs(found["loss"] - recorded) <= tolerance:
             problems.append(f"the loss is {found['loss']:.4f}, recorded was {recorded:.4f} (tolerance {tolerance})")
     return {**facts, **found, "problems": problems}
+
+
+def check_is_model(folder: Path) -> None:
+    """Raise UserError for a folder without a model."""
+    if not folder.is_dir():
+        raise UserError(f"checkpoint {folder}: no such folder; give a checkpoint folder")
+    if not (folder / "config.json").is_file():
+        raise UserError(f"checkpoint {folder}: no config.json; give a checkpoint folder")
 
 
 def _file_problems(folder: Path) -> list[str]:

@@ -18,7 +18,7 @@ from hfgpt.distributed.compiler import CompileChoice
 from hfgpt.distributed.device import Precision
 from hfgpt.distributed.device_peaks import Peak, device_peak, rated_devices, rated_memory_gib, rated_peak
 from hfgpt.errors import UserError
-from hfgpt.field_types import NOT_CONVERTIBLE, convert
+from hfgpt.field_types import NOT_CONVERTIBLE, convert, rounded
 from hfgpt.model.configuration_gpt2 import model_config, model_fields
 from hfgpt.model.flops import TYPICAL_MFU, parameter_counts, training_flops_per_token
 from hfgpt.model.memory import Memory, training_memory
@@ -128,7 +128,10 @@ class Forecast:
                 f"{name}: {model.n_layer} layers, {model.n_head} heads, {model.n_embd} wide, vocabulary "
                 f"{model.vocab_size:,}; {parameter_counts(model).total:,} parameters",
             ),
-            ("device", f"{device.name}, {self.gib:.4g} GiB; {device.precision.name} ({device.precision.reason})"),
+            (
+                "device",
+                f"{device.name}, {rounded(self.gib, 4)} GiB; {device.precision.label} ({device.precision.reason})",
+            ),
             ("compile", f"{'on' if device.compile.enabled else 'off'} ({device.compile.reason})"),
             ("step", ("" if self.chosen else "no micro-batch fits; smallest: ") + split.batch.describe()),
             ("memory", f"{tensors:.2f} GiB, and {outside:.2f} besides tensors{recomputed}{sharded}"),
@@ -148,16 +151,16 @@ class Forecast:
         peak, costs = self.device.peak, self.costs()
         if self.tokens_per_second is None:
             return [("time", f"{peak.source}; state the peak with --mfu_peak_tflops")]
-        rate = f"{self.tokens_per_second:,.0f} tokens/s at MFU {self.mfu:.3g} of {peak.tflops:,.4g} TFLOP/s"
+        rate = f"{self.tokens_per_second:,.0f} tokens/s at MFU {self.mfu:.3g} of {rounded(peak.tflops or 0, 4)} TFLOP/s"
         budget = f"{self.steps * self.batch.tokens_per_step:,} tokens in {self.steps:,} steps"
         rows = [
-            ("time", f"{costs['seconds_per_step']:,.3g} s per step, {rate} ({peak.source})"),
-            ("budget", f"{budget}: {costs['hours']:,.3g} hours, without evaluation and saving"),
+            ("time", f"{rounded(costs['seconds_per_step'] or 0)} s per step, {rate} ({peak.source})"),
+            ("budget", f"{budget}: {rounded(costs['hours'] or 0)} hours, without evaluation and saving"),
         ]
         if costs["kwh"] is not None:
-            rows.append(("energy", f"{costs['kwh']:,.3g} kWh at {self.watts:g} W per device"))
+            rows.append(("energy", f"{rounded(costs['kwh'])} kWh at {rounded(self.watts or 0, 6)} W per device"))
         if costs["cost"] is not None:
-            rows.append(("cost", f"{costs['cost']:,.2f} at {self.price_per_hour:g} per hour and device"))
+            rows.append(("cost", f"{costs['cost']:,.2f} at {rounded(self.price_per_hour or 0, 6)} per hour and device"))
         return rows
 
     def to_dict(self) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from hfgpt.config import PretrainConfig
 from hfgpt.distributed.compiler import CompileChoice
 from hfgpt.distributed.device import Precision
 from hfgpt.errors import UserError
-from hfgpt.field_types import about
+from hfgpt.field_types import about, rounded
 from hfgpt.model.configuration_gpt2 import model_fields
 from hfgpt.model.flops import TYPICAL_MFU, parameter_counts, training_flops_per_token
 from hfgpt.model.memory import Setting, training_memory
@@ -100,9 +100,9 @@ class Plan:
                 f"{config.lr_scheduler_type}: {config.warmup_steps} warm-up steps to {config.learning_rate:g}"
                 + ("; the run ends during warm-up" if config.warmup_steps > self.max_steps else ""),
             ),
-            ("device", f"{self.device}; {self.precision.name} ({self.precision.reason})"),
+            ("device", f"{self.device}; {self.precision.label} ({self.precision.reason})"),
             ("compile", f"{'on' if self.compile.enabled else 'off'} ({self.compile.reason})"),
-            ("memory", f"about {memory / 2**30:.2g} GiB expected{sharing}"),
+            ("memory", f"about {rounded(memory / 2**30, 2)} GiB expected{sharing}"),
             ("saves", f"{every}at the end, to {self.checkpoint_folder}"),
             *([("push", f"after the last step, to {config.hub_repo_id()} on the Hub")] if config.push_to_hub else []),
         ]

@@ -7,6 +7,7 @@ import json
 import pytest
 
 from hfgpt.checkpointing.audit import audit
+from hfgpt.comparing.reading import read_folder
 from hfgpt.config import PretrainConfig
 from hfgpt.errors import UserError
 from hfgpt.training.pretrainer import Pretrainer
@@ -98,6 +99,25 @@ def test_repeats_and_leaks_of_a_faulty_stream_are_found(tmp_path, document_folde
 def test_a_folder_without_a_run_is_refused(tmp_path):
     with pytest.raises(UserError, match="give a run folder"):
         audit(tmp_path)
+
+
+def test_a_damaged_record_is_named_with_its_line(tmp_path, document_folder):
+    run = trained(tmp_path / "run", document_folder, max_steps=3)
+    ledger, facts = run / "ledger.jsonl", (run / "run.json").read_text()
+    whole = ledger.read_text()
+    ledger.write_text(whole + '{"step": 4, "ba')  # as a killed run leaves it
+    assert audit(run)["problems"] == []
+    first, _, third = whole.splitlines(keepends=True)
+    ledger.write_text(first + "{broken\n" + third)
+    with pytest.raises(UserError, match=r"line 2 of ledger\.jsonl cannot be read .*; restore the file"):
+        audit(run)
+    assert "1 broken line of ledger.jsonl skipped" in read_folder(run).notes
+    ledger.unlink()
+    with pytest.raises(UserError, match=r"no ledger\.jsonl; restore the file"):
+        audit(run)
+    (run / "run.json").write_text(facts[:40])
+    with pytest.raises(UserError, match=r"run\.json cannot be read .*; restore the file"):
+        audit(run)
 
 
 def test_a_relative_path_looked_for_elsewhere_is_not_taken_for_a_name_on_the_hub(tmp_path, monkeypatch):
