@@ -15,7 +15,7 @@ from hfgpt.batch import Batch
 from hfgpt.config_layers import LENGTHS, GaveWay, drop_of_another, merge_layers, read_flags, stated_size
 from hfgpt.distributed.launcher import rank_and_world_size
 from hfgpt.errors import UserError
-from hfgpt.field_types import AUTO, NOT_CONVERTIBLE, convert, describe, shown
+from hfgpt.field_types import AUTO, NO_VALUE, NOT_CONVERTIBLE, convert, describe, enumerated, shown
 from hfgpt.files import local_path
 from hfgpt.model.configuration_gpt2 import MODEL_SIZES, model_fields
 
@@ -160,7 +160,8 @@ class PretrainConfig:
             try:
                 object.__setattr__(self, spec.name, convert(value, hints[spec.name]))
             except NOT_CONVERTIBLE:
-                problems.append(f"{spec.name}={shown(value)}: must be {describe(hints[spec.name])}")
+                must = f"={shown(value)}: must be {describe(hints[spec.name])}"
+                problems.append(spec.name + (": needs a value" if value in (NO_VALUE, "") else must))
                 unreadable.add(spec.name)
                 object.__setattr__(self, spec.name, spec.default)  # so that the rest can be checked too
                 continue
@@ -324,8 +325,9 @@ class PretrainConfig:
         problems = []
         lengths = [key for key in LENGTHS if getattr(self, key) is not None]
         if len(lengths) != 1 and unreadable.isdisjoint(LENGTHS):
-            given = " and ".join(lengths) or "nothing"
-            problems.append(f"{given} given: set the length of the run by one of {', '.join(LENGTHS)}")
+            few = f"nothing given: set the length of the run by one of {', '.join(LENGTHS)}"
+            every = "both" if len(lengths) == 2 else "all"
+            problems.append(f"{enumerated(lengths)} are {every} given; keep one" if lengths else few)
         if self.min_learning_rate is not None:
             if self.lr_scheduler_type not in _WITH_MIN_LR:
                 problems.append(

@@ -13,7 +13,7 @@ import glob
 import logging
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, get_args, get_origin, get_type_hints
 
 from hfgpt.distributed.launcher import rank_and_world_size
 from hfgpt.errors import UserError
@@ -79,11 +79,13 @@ def read_flags(cls: type[PretrainConfig], defaults: Layer, argv: list[str] | Non
     options: dict[str, Any] = {"action": "append", "nargs": "?"}  # append, to notice repeated flags
     help_ = "YAML file with the same keys; may be repeated, later files win"
     parser.add_argument("--config", metavar="FILE.yaml", const="", help=help_, **options)
+    hints = get_type_hints(cls)
     for spec in dataclasses.fields(cls):
         default = defaults.get(spec.name, spec.default)
         text = f"{spec.metadata['help']} (default: {default})".replace("%", "%%").strip()
         alone = "true" if "bool" in str(spec.type) else NO_VALUE  # what a flag without a value means
-        parser.add_argument(f"--{spec.name}", metavar="VALUE", const=alone, help=text, **options)
+        choices = get_args(hints[spec.name]) if get_origin(hints[spec.name]) is Literal else ["VALUE"]
+        parser.add_argument(f"--{spec.name}", metavar="|".join(choices), const=alone, help=text, **options)
     known, unknown = parser.parse_known_args(argv)
     given = vars(known)
     files = [FileLayer(path) for path in given.pop("config", [])]

@@ -6,6 +6,7 @@ import reprlib
 import types
 import typing
 from collections import Counter
+from collections.abc import Sequence
 from datetime import timedelta
 from decimal import Decimal
 from pathlib import Path
@@ -84,6 +85,16 @@ def about(seconds: float) -> str:
             return f"about {number} {unit}{'s' * (number > 1)}"
     days = seconds / 86400
     return f"about {days:,.0f} days" if days < 365_000 else "over 1000 years"
+
+
+def counted(number: int, word: str) -> str:
+    """Format as `1 document` or `2,000 documents`."""
+    return f"{number:,} {word}{'s' * (number != 1)}"
+
+
+def enumerated(words: Sequence[str], last: str = "and") -> str:
+    """Format as `a, b and c`."""
+    return f" {last} ".join(filter(None, (", ".join(words[:-1]), words[-1])))
 
 
 def rounded(value: float, digits: int = 3) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 
 import pytest
 import yaml
@@ -10,6 +11,7 @@ import yaml
 from hfgpt.batch import Batch
 from hfgpt.config import PretrainConfig
 from hfgpt.errors import UserError
+from hfgpt.field_types import rounded
 from hfgpt.model.configuration_gpt2 import model_config
 from hfgpt.training.lr_schedule import LearningRate
 
@@ -290,7 +292,7 @@ def test_batch_arithmetic():
 
 
 def test_a_run_has_one_length():
-    assert "max_steps and max_tokens" in problems("--max_steps", "3", "--max_tokens", "5")[0]
+    assert "max_steps and max_tokens are both given" in problems("--max_steps", "3", "--max_tokens", "5")[0]
     with pytest.raises(UserError, match="nothing given"):
         PretrainConfig()
     config = read("--num_train_epochs", "2")  # the command line's length replaces the recipe's
@@ -427,3 +429,20 @@ def test_a_recipes_choice_within_its_hub_dataset_does_not_count_for_a_local_one(
         assert PretrainConfig.from_cli(recipe, ["--dataset", dataset]).dataset_name is None
         assert PretrainConfig.from_cli(recipe, ["--dataset", dataset, "--dataset_name", "x"]).dataset_name == "x"
     assert PretrainConfig.from_cli(recipe, ["--dataset", "user/mirror"]).dataset_name == "sample"
+
+
+def test_an_unknown_setting_of_a_file_is_reported_with_its_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("run.yaml").write_text("max_step: 5\n")
+    (problem,) = problems("--config", "run.yaml")
+    assert problem == "run.yaml: max_step: no such setting; did you mean max_steps?"
+    assert problems("--max_step", "5") == ("--max_step: no such setting; did you mean --max_steps?",)
+
+
+def test_a_flag_without_a_value_is_named():
+    assert problems("--max_steps") == problems("--max_steps=") == ("max_steps: needs a value",)
+
+
+def test_numbers_are_rounded_without_exponents():
+    numbers = (13_012.0, 999.9, 68_949.0, 0.05914, 12.34)
+    assert [rounded(number) for number in numbers] == ["13,000", "1,000", "68,900", "0.0591", "12.3"]

@@ -18,7 +18,7 @@ from hfgpt.data.run_text import prepare_data_of_run
 from hfgpt.data.sources import text_hash
 from hfgpt.data.stream import Origin, StepBatch, batch_hash
 from hfgpt.errors import UserError
-from hfgpt.field_types import shown
+from hfgpt.field_types import counted, shown
 from hfgpt.files import read_text_file
 
 RESTORE = "restore the file from a copy, as nothing else holds what was in it"
@@ -56,7 +56,7 @@ def audit(folder: str | Path) -> dict[str, Any]:
     found = seen.check() if seen else {}
     for what, counts in found.items():
         if +counts:
-            problems.append(f"{counts.total()} documents {what}: {', '.join(+counts)}")
+            problems.append(f"{counted(counts.total(), 'document')} {what}: {', '.join(+counts)}")
     return {
         "run": str(folder),
         "steps": len(steps),

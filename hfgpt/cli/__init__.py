@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from typing import Annotated
 
@@ -11,12 +12,13 @@ from hfgpt import __version__
 from hfgpt.cli import audit, compare, doctor, evaluate, export, generate, import_, plan, push, verify
 from hfgpt.cli.run_recipe import run_command
 from hfgpt.errors import UserError
+from hfgpt.field_types import enumerated
 
 INTERRUPTED = 130  # what typer returns after Ctrl-C
 
 app = typer.Typer(
     name="hfgpt",
-    help="Pretrain a GPT-2-style model on the card you have.",
+    help="Pretrain a GPT-2-style model on the machine you have.",
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     add_completion=False,
@@ -57,4 +59,8 @@ def run_app() -> None:
             raise
         context = getattr(error, "ctx", None)
         command = context.command_path if context else "hfgpt"
-        raise UserError(f"{error.format_message().rstrip('.')}; see {command} --help") from error
+        message = error.format_message().rstrip(".").replace("Value error, ", "")
+        if found := re.fullmatch(r"(.*) is not one of ('.*')", message, re.DOTALL):
+            choices = re.findall("'(.*?)'", found[2])
+            message = f"{found[1]} must be {enumerated(choices, 'or')}"
+        raise UserError(f"{message}; see {command} --help") from error

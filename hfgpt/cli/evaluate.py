@@ -43,7 +43,9 @@ def evaluate(
         bool | None, Option("--by_document/--packed", help="Each document on its own, or one after another.")
     ] = None,
     eval_tokens: Annotated[int | None, Option("--eval_tokens", parser=whole(1), help="Score only this many.")] = None,
-    limit: Annotated[int | None, Option("--limit", parser=whole(1), help="Of a task: only the first examples.")] = None,
+    limit: Annotated[
+        int | None, Option("--limit", parser=whole(1), help="With --task: only the first N examples.")
+    ] = None,
     batch_size: Annotated[
         int, Option("--per_device_eval_batch_size", parser=whole(1, 2**16), help="Sequences per forward pass.")
     ] = 8,

@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 from hfgpt.errors import RunError
+from hfgpt.field_types import rounded
 
 
 def as_json(facts: dict[str, Any]) -> str:
@@ -16,6 +17,7 @@ def as_json(facts: dict[str, Any]) -> str:
 def as_lines(facts: dict[str, Any], unknown: str = "unknown") -> str:
     """Return one line per fact; `unknown` stands for None."""
     shown = {key: unknown if value is None else "none" if value in ([], {}) else value for key, value in facts.items()}
+    shown = {key: rounded(value, 6) if isinstance(value, float) else value for key, value in shown.items()}
     return "\n".join(f"{key.replace('_', ' '):22} {value}" for key, value in shown.items())
 
 

@@ -20,6 +20,7 @@ SETTINGS = {
     "blocks_per_step": "tokens_per_step, in blocks of sequence_length",
     "stream": "streaming",
 }
+FILE = "dataset.file "  # begins the keys of single files
 
 
 def resumed_position(
@@ -33,10 +34,7 @@ def resumed_position(
     """
     keys = dict.fromkeys([*fingerprint, *stream.fingerprint])
     changed = [key for key in keys if fingerprint.get(key) != stream.fingerprint.get(key)]
-    words = "; ".join(
-        f"{SETTINGS.get(key, key.replace('.', ' '))} ({fingerprint.get(key)} then, {stream.fingerprint.get(key)} now)"
-        for key in changed
-    )
+    words = "; ".join(_describe_change(key, fingerprint.get(key), stream.fingerprint.get(key)) for key in changed)
     if changed and not accept_changes:
         raise UserError(
             f"resume_from_checkpoint: text and order are not those of this run: {words}; restore these values, start a "
@@ -52,6 +50,12 @@ def resumed_position(
         return position, words
     epoch = max(cursor[0] for cursor in cursors) if cursors else position["epoch"]
     return stream.start_of_epoch(epoch + 1), words
+
+
+def _describe_change(key: str, then: Any, now: Any) -> str:
+    if key.startswith(FILE):
+        return f"file {key.removeprefix(FILE)} {'is new' if then is None else 'is gone' if now is None else 'changed'}"
+    return f"{SETTINGS.get(key, key.replace('.', ' '))} ({then} then, {now} now)"
 
 
 def _is_position(position: dict[str, Any]) -> bool:

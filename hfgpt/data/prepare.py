@@ -27,7 +27,7 @@ from hfgpt.data.sources import Source, open_source, read_documents, text_hash
 from hfgpt.data.tokenization import load_tokenizer
 from hfgpt.data.units import IN_MEMORY_BYTES
 from hfgpt.errors import UserError
-from hfgpt.field_types import AUTO
+from hfgpt.field_types import AUTO, counted
 from hfgpt.files import has_tokenizer
 from hfgpt.model.configuration_gpt2 import model_fields
 from hfgpt.slow_progress import SlowWork
@@ -220,7 +220,7 @@ def _memory_blocks(
     fingerprint |= {"stream": "memory", "tokens": len(tokens), "tokens_hash": tokens_hash}
     train = MemoryBlocks(tokens, **_shape(fingerprint), fingerprint=fingerprint)
     blocks = f"{train.blocks_per_epoch:,} blocks an epoch"
-    return train, f"in memory: {len(texts):,} documents, {len(tokens):,} tokens, {blocks}"
+    return train, f"in memory: {counted(len(texts), 'document')}, {len(tokens):,} tokens, {blocks}"
 
 
 def _encode_validation(
@@ -242,8 +242,9 @@ def _encode_validation(
         key = "dataset" if config.eval_dataset is None else "eval_dataset"
         hint = "give an eval_dataset with more text"
         raise UserError(f"{key}: fewer than two tokens to evaluate on ({held_out.origin}); {hint}")
+    documents = counted(len(held_out.validation), "document")
     lines = [
-        f"validation: {len(tokens):,} tokens of {len(held_out.validation):,} documents, {held_out.origin}{first}",
+        f"validation: {len(tokens):,} tokens of {documents}, {held_out.origin}{first}",
         f"documents: {encoder.rule()}",
         *([f"bits per byte: null, as {why}"] if (why := encoder.why_no_bytes(used)) else []),
     ]

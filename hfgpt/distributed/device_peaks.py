@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 
 from hfgpt.distributed.device import device_name, synchronize
+from hfgpt.field_types import counted
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "no": torch.float32}
 
@@ -95,7 +96,7 @@ def measure_matmul_tflops(device: torch.device, precision: str, seconds: float =
     dtype_name = str(dtype).removeprefix("torch.")
     where = device_name(device)
     if device.type == "cpu":
-        where += f", {torch.get_num_threads()} threads"
+        where += f", {counted(torch.get_num_threads(), 'thread')}"
     sizes, calls = ((512, 1024, 2048), 1) if device.type == "cpu" else ((4096, 8192), 8)
     generator = torch.Generator(device).manual_seed(0)
     best, best_size = 0.0, 0  # FLOP/s

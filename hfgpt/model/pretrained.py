@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import torch
@@ -39,7 +40,9 @@ def read_config(source: Path, where: str) -> GPT2Config:
     except Exception as error:  # each broken file raises its own type
         if str(error).startswith(where):
             raise
-        raise UserError(f"{where}: config.json cannot be read ({one_line(error)}); take another checkpoint") from error
+        # Without how the library says what it was doing.
+        reason = re.sub(r"(Class v|V)alidation error for .*?: (\w+: )?|Value error, ", "", one_line(error))
+        raise UserError(f"{where}: config.json cannot be read ({reason}); take another checkpoint") from error
     return config
 
 

@@ -18,7 +18,7 @@ from hfgpt.distributed.compiler import CompileChoice
 from hfgpt.distributed.device import Precision
 from hfgpt.distributed.device_peaks import Peak, device_peak, rated_devices, rated_memory_gib, rated_peak
 from hfgpt.errors import UserError
-from hfgpt.field_types import NOT_CONVERTIBLE, convert, rounded
+from hfgpt.field_types import NOT_CONVERTIBLE, convert, counted, rounded
 from hfgpt.model.configuration_gpt2 import model_config, model_fields
 from hfgpt.model.flops import TYPICAL_MFU, parameter_counts, training_flops_per_token
 from hfgpt.model.memory import Memory, training_memory
@@ -125,8 +125,8 @@ class Forecast:
         rows = [
             (
                 "model",
-                f"{name}: {model.n_layer} layers, {model.n_head} heads, {model.n_embd} wide, vocabulary "
-                f"{model.vocab_size:,}; {parameter_counts(model).total:,} parameters",
+                f"{name}: {counted(model.n_layer, 'layer')}, {counted(model.n_head, 'head')}, {model.n_embd} wide, "
+                f"vocabulary {model.vocab_size:,}; {parameter_counts(model).total:,} parameters",
             ),
             (
                 "device",
@@ -152,7 +152,7 @@ class Forecast:
         if self.tokens_per_second is None:
             return [("time", f"{peak.source}; state the peak with --mfu_peak_tflops")]
         rate = f"{self.tokens_per_second:,.0f} tokens/s at MFU {self.mfu:.3g} of {rounded(peak.tflops or 0, 4)} TFLOP/s"
-        budget = f"{self.steps * self.batch.tokens_per_step:,} tokens in {self.steps:,} steps"
+        budget = f"{self.steps * self.batch.tokens_per_step:,} tokens in {counted(self.steps, 'step')}"
         rows = [
             ("time", f"{rounded(costs['seconds_per_step'] or 0)} s per step, {rate} ({peak.source})"),
             ("budget", f"{budget}: {rounded(costs['hours'] or 0)} hours, without evaluation and saving"),

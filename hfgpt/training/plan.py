@@ -20,7 +20,7 @@ from hfgpt.config import PretrainConfig
 from hfgpt.distributed.compiler import CompileChoice
 from hfgpt.distributed.device import Precision
 from hfgpt.errors import UserError
-from hfgpt.field_types import about, rounded
+from hfgpt.field_types import about, counted, rounded
 from hfgpt.model.configuration_gpt2 import model_fields
 from hfgpt.model.flops import TYPICAL_MFU, parameter_counts, training_flops_per_token
 from hfgpt.model.memory import Setting, training_memory
@@ -85,7 +85,7 @@ class Plan:
         rows = [
             (
                 "model",
-                f"{name}: {model.n_layer} layers, {model.n_head} heads, {model.n_embd} wide; "
+                f"{name}: {counted(model.n_layer, 'layer')}, {counted(model.n_head, 'head')}, {model.n_embd} wide; "
                 f"{counts.total:,} parameters ({counts.without_positions:,} without positions)",
             ),
             *([("time", self._time())] if self.peak_tflops else []),
@@ -94,7 +94,7 @@ class Plan:
             *(("changed", f"{key}: {change}") for key, change in config.gave_way.items()),
             *(("text", line) for line in self.text),
             ("step", batch.describe()),
-            ("run", f"{self.max_steps:,} steps, {self.max_steps * batch.tokens_per_step:,} tokens"),
+            ("run", f"{counted(self.max_steps, 'step')}, {self.max_steps * batch.tokens_per_step:,} tokens"),
             (
                 "rate",
                 f"{config.lr_scheduler_type}: {config.warmup_steps} warm-up steps to {config.learning_rate:g}"

@@ -319,6 +319,8 @@ def test_no_token_and_no_network_are_refused_before_anything(folder, client, mon
         monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
         with pytest.raises(UserError, match="hf auth login"):
             hub.push(folder, "me/tiny")
+        with pytest.raises(UserError, match="missing: no such folder"):
+            hub.push(tmp_path / "missing", "me/tiny")
 
 
 def test_a_run_pushes_its_last_checkpoint(config, client, verified):

@@ -108,6 +108,11 @@ def test_what_is_wrong_is_named(copy, damage, named):
     assert [name for name in named if name not in problems] == []
 
 
+def test_a_folder_without_a_tokenizer_is_named_in_short(copy):
+    (copy / "tokenizer.json").unlink()
+    assert all(len(line) < 100 and "\n" not in line for line in map(str, verify(copy)["problems"]))
+
+
 def test_the_command_fails_by_the_problems(copy):
     (copy / "model.safetensors").unlink()
     result = CliRunner().invoke(app, ["verify", str(copy)])
