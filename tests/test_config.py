@@ -151,7 +151,7 @@ def test_text_settings_take_any_text(tmp_path, text):
     assert read(f"--sample_prompt={text}").sample_prompt == read(sample_prompt=text).sample_prompt == text
     (tmp_path / "run.yaml").write_text(yaml.safe_dump({"sample_prompt": text}))
     assert read("--config", str(tmp_path / "run.yaml")).sample_prompt == text
-    assert problems("--sample_prompt")[0].startswith("sample_prompt=: must be text")  # no text at all
+    assert problems("--sample_prompt") == ("sample_prompt: needs a value",)  # no text at all
 
 
 @pytest.mark.parametrize(
@@ -270,8 +270,7 @@ def test_numbers_that_yaml_reads_as_text_reach_the_model():
 
 
 def test_a_flag_without_its_value_and_broken_mappings_are_refused():
-    assert problems("--output_dir")[0].startswith("output_dir=")
-    assert problems("--max_steps")[0].startswith("max_steps=")
+    assert problems("--output_dir") == ("output_dir: needs a value",)
     assert "mapping" in problems("--model", "{n_layer: 2")[0]
     assert "2^63" in problems("--seed", str(2**63))[0]
 

@@ -100,7 +100,8 @@ def _read_run(run: RunFolder) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         if not (isinstance(line, dict) and is_count(line.get("step")) and {"batch_hash", "position"} <= line.keys()):
             wrong = wrong or f"line {number} of ledger.jsonl without a step, hash or position"
     if wrong:
-        raise UserError(f"run {run.path}: {wrong}; {RESTORE}")
+        fix = RESTORE if wrong.startswith("line") else "give a run folder"
+        raise UserError(f"run {run.path}: {wrong}; {fix}")
     return facts, ledger
 
 
