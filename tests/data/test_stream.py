@@ -13,6 +13,7 @@ import sys
 import time
 from collections import Counter
 from itertools import islice
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
@@ -467,3 +468,10 @@ def test_training_random_state_is_left_alone(tmp_path):
     before = torch.get_rng_state()
     next(iterate(stream, None, num_workers=1))
     assert torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.parametrize(("then", "now", "named"), [(1, None, "is gone"), (None, 1, "is new"), (1, 2, "changed")])
+def test_a_file_that_changed_since_is_named(then, now, named):
+    stream = SimpleNamespace(fingerprint={"dataset.file a.b.jsonl": now}, streams=1)
+    with pytest.raises(UserError, match=rf"of this run: file a\.b\.jsonl {named};"):
+        resumed_position(stream, {"dataset.file a.b.jsonl": then}, {"epoch": 0, "block": 0})
