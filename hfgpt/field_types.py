@@ -135,7 +135,8 @@ def shown(value: Any) -> str:
         text = _SHORT.repr(value) if isinstance(value, dict | list | tuple | set) else str(value)
     except ValueError:  # Python does not write numbers of thousands of digits
         text = f"({type(value).__name__})"
-    return " ".join(text[:1000].split())[:200]
+    text = text[:1000].encode(errors="backslashreplace").decode()  # bytes of a command line that are no UTF-8
+    return " ".join(text.split())[:200]
 
 
 _SHORT = reprlib.Repr()

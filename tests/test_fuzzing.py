@@ -147,7 +147,7 @@ def settings_are_read(folder: Path, faults: Faults, flags, content, equals) -> N
         assert again == config or "$" in str(config) or "~" in str(config)
 
 
-def test_settings_are_read_or_refused(tmp_path, monkeypatch):
+def test_settings_are_read_or_refused(tmp_path, monkeypatch, caplog):
     """In files that never end, are pipes, folders or links in circles, too."""
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "circle").symlink_to("circle")
@@ -158,6 +158,7 @@ def test_settings_are_read_or_refused(tmp_path, monkeypatch):
     with contextlib.suppress(SystemExit):
         settings_are_read(tmp_path, faults)
     assert not faults, f"\n{faults}"
+    caplog.text.encode()  # what is logged can be written
 
 
 # Runs: what the check lets pass also trains, or is refused in one line before the first step.
