@@ -93,16 +93,17 @@ def record_saved(run: TrainingRun, outcome: Path | Exception | None) -> None:
 
 
 def write_report(run: TrainingRun) -> None:
-    """Write the run's report.html, on the main process. A failure is a warning, once."""
-    if not (run.config.report and run.is_main) or run.has_no_report:
+    """Write the run's report.html, on the main process. A failure is a warning, once, and tried again at the next."""
+    if not (run.config.report and run.is_main):
         return
     try:
         past = read_folder(run.folder.path, with_ledger=False)
         run.folder.write_report(as_page(build_report([past], compare([past]), with_plots=True)))
     except Exception as error:  # whatever is wrong with a page, training goes on
-        run.has_no_report = True
         reason = getattr(error, "strerror", None) or first_line(error)
-        logger.warning("%s could not be written (%s); training continues without it", run.folder.report, reason)
+        if not run.has_no_report:
+            logger.warning("%s could not be written (%s); training continues without it", run.folder.report, reason)
+        run.has_no_report = True
 
 
 def record_lost_output(run: TrainingRun) -> None:
