@@ -228,7 +228,7 @@ run_recipe(lambda: Pretrainer(PretrainConfig.from_cli()).train())
         (
             "if os.environ['RANK'] == '1': time.sleep(2), fails()",
             "os._exit(3)",
-            "process 1 of 2 has not started; ended",
+            "process 1 of 2 has not started; stopped by SIGTERM",
         ),
         (
             "if os.environ['RANK'] == '0': hfgpt.training.setup.prepare_data = fails",

@@ -72,9 +72,8 @@ def test_pushed_model_loads_anywhere_with_the_same_logits(folder, tmp_path):
         push = ["-m", "hfgpt.cli", "push", str(folder.parent / "checkpoint-latest"), "me/tiny"]
         options = ["--private", "--tag", "v1", "--license", "mit", "--language", "en,de"]
         first = command(server, tmp_path, *push, *options)
-        assert (first.returncode, first.stderr) == (0, "") and first.stdout.startswith(
-            f"pushed to {server.url}/me/tiny"
-        )
+        warnings = [line for line in first.stderr.splitlines() if " so far" not in line]  # progress of a slow machine
+        assert (first.returncode, warnings) == (0, []) and first.stdout.startswith(f"pushed to {server.url}/me/tiny")
         assert server.count("POST /api/repos/create") == server.count("POST .*/commit/") == 1
         assert "models/me/tiny" in server.private
         assert server.refs["models/me/tiny"]["tags"] == {"v1": server.commit("models/me/tiny")}
