@@ -11,13 +11,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from hfgpt.batch import Batch
-from hfgpt.config_layers import LENGTHS, GaveWay, drop_of_another, merge_layers, read_flags, stated_size
 from hfgpt.distributed.launcher import rank_and_world_size
 from hfgpt.errors import UserError
-from hfgpt.field_types import AUTO, NO_VALUE, NOT_CONVERTIBLE, convert, describe, enumerated, shown
 from hfgpt.files import local_path
+from hfgpt.messages.formats import enumerated, shown
 from hfgpt.model.configuration_gpt2 import MODEL_SIZES, model_fields
+from hfgpt.settings.batch import Batch
+from hfgpt.settings.field_types import AUTO, NO_VALUE, NOT_CONVERTIBLE, convert, describe
+from hfgpt.settings.layers import LENGTHS, GaveWay, drop_of_another, merge_layers, read_flags, stated_size
 
 Auto = Literal["auto"]
 Schedule = Literal["cosine_with_min_lr", "warmup_stable_decay", "linear", "constant", "constant_with_warmup"]

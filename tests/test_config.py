@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from hfgpt.batch import Batch
 from hfgpt.config import PretrainConfig
 from hfgpt.errors import UserError
-from hfgpt.field_types import rounded
+from hfgpt.messages.formats import rounded
 from hfgpt.model.configuration_gpt2 import model_config
+from hfgpt.settings.batch import Batch
 from hfgpt.training.lr_schedule import LearningRate
 
 SMALL = {"model": "char-cpu", "sequence_length": 64, "max_steps": 10}

@@ -18,8 +18,8 @@ from hfgpt.data.run_text import prepare_data_of_run
 from hfgpt.data.sources import text_hash
 from hfgpt.data.stream import Origin, StepBatch, batch_hash
 from hfgpt.errors import UserError
-from hfgpt.field_types import counted, shown
 from hfgpt.files import read_text_file
+from hfgpt.messages.formats import counted, shown
 
 RESTORE = "restore the file from a copy, as nothing else holds what was in it"
 LEAKED = "of the validation text were trained on"

@@ -12,7 +12,7 @@ from hfgpt import __version__
 from hfgpt.cli import audit, compare, doctor, evaluate, export, generate, import_, plan, push, verify
 from hfgpt.cli.run_recipe import run_command
 from hfgpt.errors import UserError
-from hfgpt.field_types import enumerated
+from hfgpt.messages.formats import enumerated
 
 INTERRUPTED = 130  # what typer returns after Ctrl-C
 

@@ -8,8 +8,9 @@ from typing import Annotated, Literal
 
 from typer import Argument, BadParameter, Option
 
-from hfgpt.field_types import NOT_CONVERTIBLE, WHOLE_BELOW, convert, describe, shown
 from hfgpt.files import local_path
+from hfgpt.messages.formats import shown
+from hfgpt.settings.field_types import NOT_CONVERTIBLE, WHOLE_BELOW, convert, describe
 
 
 def path(text: str) -> Path:

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from hfgpt.errors import RunError
-from hfgpt.field_types import rounded
+from hfgpt.messages.formats import rounded
 
 
 def as_json(facts: dict[str, Any]) -> str:

@@ -10,10 +10,10 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from hfgpt import safe_output
 from hfgpt.distributed.launcher import rank_and_world_size
 from hfgpt.distributed.stop_signals import Interrupted, StopSignals
 from hfgpt.errors import RunError, UserError, first_line
+from hfgpt.messages import safe_output
 
 # How long another process waits for the main process to print an error that both have.
 SECONDS_FOR_MAIN = 10.0

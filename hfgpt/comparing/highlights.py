@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from hfgpt.comparing.plots import short
 from hfgpt.comparing.runs import PastRun, number
 from hfgpt.comparing.values import format_value
-from hfgpt.field_types import duration
+from hfgpt.messages.formats import duration
 
 _MOST_SAMPLES = 5  # of a run
 

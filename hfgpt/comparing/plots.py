@@ -17,7 +17,7 @@ import pandas as pd
 from hfgpt.comparing.events import Mark, marks_of
 from hfgpt.comparing.runs import PastRun, number
 from hfgpt.comparing.values import format_value
-from hfgpt.field_types import duration
+from hfgpt.messages.formats import duration
 from hfgpt.model.flops import mfu
 
 PLOT_NAMES = ("bits_per_byte", "loss_tokens", "loss_steps", "loss_time", "loss_flops", "speed", "mfu")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hfgpt.field_types import duration
+from hfgpt.messages.formats import duration
 
 UNKNOWN = "-"
 

@@ -27,10 +27,11 @@ from hfgpt.data.sources import Source, open_source, read_documents, text_hash
 from hfgpt.data.tokenization import load_tokenizer
 from hfgpt.data.units import IN_MEMORY_BYTES
 from hfgpt.errors import UserError
-from hfgpt.field_types import AUTO, counted
 from hfgpt.files import has_tokenizer
+from hfgpt.messages.formats import counted
+from hfgpt.messages.slow_progress import SlowWork
 from hfgpt.model.configuration_gpt2 import model_fields
-from hfgpt.slow_progress import SlowWork
+from hfgpt.settings.field_types import AUTO
 
 CHARACTER_SCAN_BYTES = 256 * 2**20
 

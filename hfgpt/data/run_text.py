@@ -13,7 +13,7 @@ from hfgpt.data import embedded
 from hfgpt.data.local_files import local_files
 from hfgpt.data.prepare import TextData, prepare_data
 from hfgpt.errors import UserError, message
-from hfgpt.field_types import AUTO
+from hfgpt.settings.field_types import AUTO
 
 
 def prepare_data_of_run(

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from hfgpt.distributed.device import device_name, synchronize
-from hfgpt.field_types import counted
+from hfgpt.messages.formats import counted
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "no": torch.float32}
 

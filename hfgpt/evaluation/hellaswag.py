@@ -30,7 +30,7 @@ from hfgpt.distributed.ranks import Ranks
 from hfgpt.errors import RunError, UserError
 from hfgpt.evaluation.loading import count_padded_rows
 from hfgpt.evaluation.loss import evaluation_mode
-from hfgpt.slow_progress import SlowWork
+from hfgpt.messages.slow_progress import SlowWork
 
 HUB_DATASET, SPLIT = "Rowan/hellaswag", "validation"
 ENDINGS = 4

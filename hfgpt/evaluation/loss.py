@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from hfgpt.distributed.compiler import run_compiled
 from hfgpt.errors import UserError
+from hfgpt.messages.slow_progress import SlowWork
 from hfgpt.model.head_loss import UNSCORED
-from hfgpt.slow_progress import SlowWork
 
 
 def windows(lengths: Sequence[int], sequence_length: int, stride: int | None = None) -> np.ndarray:

@@ -12,7 +12,7 @@ import numpy as np
 from hfgpt.data.encoding import Document, Encoder
 from hfgpt.data.sources import open_source, read_documents
 from hfgpt.errors import UserError
-from hfgpt.slow_progress import SlowWork
+from hfgpt.messages.slow_progress import SlowWork
 
 
 @dataclass(frozen=True)

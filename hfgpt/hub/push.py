@@ -25,8 +25,8 @@ from hfgpt.errors import RunError, UserError, message, one_line
 from hfgpt.evaluation.results import read_evaluations
 from hfgpt.hub.model_card import PLOT, address_card, model_card, plot_losses, public_records, split_languages
 from hfgpt.hub.verify import check_is_model, verify
+from hfgpt.messages.slow_progress import SlowWork
 from hfgpt.retry import is_temporary, retry
-from hfgpt.slow_progress import SlowWork
 
 logger = logging.getLogger(__name__)
 

@@ -22,8 +22,8 @@ from hfgpt.data import prepare_data_of_run
 from hfgpt.errors import UserError
 from hfgpt.evaluation.loss import scored_blocks, windows
 from hfgpt.files import has_tokenizer, read_text_file
+from hfgpt.messages.slow_progress import SlowWork
 from hfgpt.model.configuration_gpt2 import model_rows
-from hfgpt.slow_progress import SlowWork
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,8 @@ from transformers import GPT2Config
 from transformers.activations import ACT2FN
 
 from hfgpt.errors import UserError
-from hfgpt.field_types import NOT_CONVERTIBLE, convert, describe, shown
+from hfgpt.messages.formats import shown
+from hfgpt.settings.field_types import NOT_CONVERTIBLE, convert, describe
 
 MOST_UNKNOWN = 20  # unknown fields that an error lists
 MOST_HEADS = 2**12  # largest number of heads that an error lists as fitting

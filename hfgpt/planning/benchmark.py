@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from hfgpt.batch import Batch
 from hfgpt.config import PretrainConfig
 from hfgpt.distributed.compiler import choose_compile
 from hfgpt.distributed.device import default_device, device_name, start_accelerator
@@ -17,6 +16,7 @@ from hfgpt.distributed.ranks import Ranks
 from hfgpt.errors import UserError
 from hfgpt.model import flops
 from hfgpt.planning.estimate import GPT2_VOCABULARY, default_length
+from hfgpt.settings.batch import Batch
 from hfgpt.training.batch_size import time_splits
 from hfgpt.training.build_model import build_model
 from hfgpt.training.lr_schedule import LearningRate

@@ -10,7 +10,6 @@ from typing import Any
 
 from transformers import GPT2Config
 
-from hfgpt.batch import Batch
 from hfgpt.config import PretrainConfig
 from hfgpt.distributed import compiler, cpu
 from hfgpt.distributed import device as machine
@@ -18,10 +17,12 @@ from hfgpt.distributed.compiler import CompileChoice
 from hfgpt.distributed.device import Precision
 from hfgpt.distributed.device_peaks import Peak, device_peak, rated_devices, rated_memory_gib, rated_peak
 from hfgpt.errors import UserError
-from hfgpt.field_types import NOT_CONVERTIBLE, convert, counted, rounded
+from hfgpt.messages.formats import counted, rounded
 from hfgpt.model.configuration_gpt2 import model_config, model_fields
 from hfgpt.model.flops import TYPICAL_MFU, parameter_counts, training_flops_per_token
 from hfgpt.model.memory import Memory, training_memory
+from hfgpt.settings.batch import Batch
+from hfgpt.settings.field_types import NOT_CONVERTIBLE, convert
 from hfgpt.training.plan import setting_of
 
 # What a process takes besides tensors: a CUDA context is some 0.3 to 0.5 GiB, and an allocator leaves gaps.

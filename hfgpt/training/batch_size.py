@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hfgpt.batch import Batch
 from hfgpt.config import PretrainConfig
 from hfgpt.distributed.compiler import run_compiled
 from hfgpt.distributed.device import memory_bytes, peak_memory_bytes, release_memory, reset_peak_memory, synchronize
 from hfgpt.errors import UserError
-from hfgpt.field_types import AUTO
+from hfgpt.settings.batch import Batch
+from hfgpt.settings.field_types import AUTO
 from hfgpt.training.out_of_memory import MemoryRanOut
 from hfgpt.training.step import TrainStep
 

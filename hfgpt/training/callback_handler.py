@@ -21,10 +21,10 @@ from transformers.trainer_callback import (
     TrainerState,
 )
 
-from hfgpt.batch import Batch
 from hfgpt.config import PretrainConfig
 from hfgpt.distributed.ranks import Ranks
-from hfgpt.slow_progress import has_room_for_bar
+from hfgpt.messages.slow_progress import has_room_for_bar
+from hfgpt.settings.batch import Batch
 from hfgpt.training.callbacks import LogLineCallback, PerplexityCallback, ProgressLineCallback, SampleCallback
 from hfgpt.training.mfu import MFUCallback, only_numbers
 from hfgpt.training.progress import Progress

@@ -14,7 +14,7 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import ProgressCallback, TrainerState
 
 from hfgpt.evaluation.loss import perplexity
-from hfgpt.field_types import duration
+from hfgpt.messages.formats import duration
 from hfgpt.training.out_of_memory import out_of_memory_named
 
 # Entries of a log that its progress line shows.

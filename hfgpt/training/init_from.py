@@ -15,10 +15,10 @@ from hfgpt.data.remote import model_files, pinned_name
 from hfgpt.data.tokenization import load_tokenizer
 from hfgpt.distributed.ranks import Ranks
 from hfgpt.errors import UserError
-from hfgpt.field_types import AUTO
 from hfgpt.files import has_tokenizer
 from hfgpt.model.configuration_gpt2 import ARCHITECTURE_FIELDS, fields_of, model_fields
 from hfgpt.model.pretrained import fit_vocabulary, load_model, read_config
+from hfgpt.settings.field_types import AUTO
 
 logger = logging.getLogger(__name__)
 

@@ -15,15 +15,15 @@ import torch
 from transformers import GPT2Config
 
 from hfgpt import __version__
-from hfgpt.batch import Batch
 from hfgpt.config import PretrainConfig
 from hfgpt.distributed.compiler import CompileChoice
 from hfgpt.distributed.device import Precision
 from hfgpt.errors import UserError
-from hfgpt.field_types import about, counted, rounded
+from hfgpt.messages.formats import about, counted, rounded
 from hfgpt.model.configuration_gpt2 import model_fields
 from hfgpt.model.flops import TYPICAL_CPU_FLOAT32_MFU, TYPICAL_MFU, parameter_counts, training_flops_per_token
 from hfgpt.model.memory import Setting, training_memory
+from hfgpt.settings.batch import Batch
 
 
 def setting_of(

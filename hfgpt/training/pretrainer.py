@@ -18,8 +18,8 @@ from hfgpt.distributed.stop_signals import Interrupted, StopSignals
 from hfgpt.errors import RunError, UserError, name_process
 from hfgpt.evaluation.loss import evaluate_tokens
 from hfgpt.hub.push import push_trained
-from hfgpt.safe_output import safe
-from hfgpt.slow_progress import SlowWork
+from hfgpt.messages.safe_output import safe
+from hfgpt.messages.slow_progress import SlowWork
 from hfgpt.training.attempts import attempts, fit_micro_batch
 from hfgpt.training.failures import how_to_continue, saved_on_failure
 from hfgpt.training.non_finite import Step

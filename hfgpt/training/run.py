@@ -8,7 +8,6 @@ from typing import Any
 
 from accelerate import Accelerator
 
-from hfgpt.batch import Batch
 from hfgpt.checkpointing.run_folder import RunFolder
 from hfgpt.checkpointing.saver import Saver
 from hfgpt.config import PretrainConfig
@@ -18,6 +17,7 @@ from hfgpt.distributed.device import Precision
 from hfgpt.distributed.ranks import Ranks
 from hfgpt.distributed.stop_signals import StopSignals
 from hfgpt.model.memory import Setting
+from hfgpt.settings.batch import Batch
 from hfgpt.training.callback_handler import Callbacks
 from hfgpt.training.non_finite import NonFiniteGuard
 from hfgpt.training.plan import Plan, setting_of

@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hfgpt import safe_output
 from hfgpt.checkpointing import state
 from hfgpt.comparing.comparison import compare
 from hfgpt.comparing.page import as_page
@@ -15,6 +14,7 @@ from hfgpt.comparing.reading import read_folder
 from hfgpt.comparing.report import build_report
 from hfgpt.errors import first_line
 from hfgpt.hub.model_card import model_card
+from hfgpt.messages import safe_output
 from hfgpt.training.run import TrainingRun
 
 logger = logging.getLogger(__name__)

@@ -13,7 +13,6 @@ from pathlib import Path
 import torch
 from transformers import TrainerCallback
 
-from hfgpt.batch import Batch
 from hfgpt.checkpointing.checkpoint import find_checkpoint
 from hfgpt.checkpointing.run_folder import RunFolder
 from hfgpt.checkpointing.saver import Saver
@@ -28,9 +27,10 @@ from hfgpt.distributed.fsdp2 import take_fsdp_request
 from hfgpt.distributed.ranks import Ranks
 from hfgpt.distributed.stop_signals import Interrupted, StopSignals
 from hfgpt.errors import RunError, UserError
-from hfgpt.field_types import AUTO
 from hfgpt.hub.push import check_push
 from hfgpt.model.memory import training_memory
+from hfgpt.settings.batch import Batch
+from hfgpt.settings.field_types import AUTO
 from hfgpt.training.batch_size import find_fastest_split, find_recorded_split
 from hfgpt.training.build_model import attention_arguments, build_model
 from hfgpt.training.callback_handler import Callbacks, callback_arguments

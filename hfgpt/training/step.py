@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from hfgpt.batch import Batch
 from hfgpt.distributed.device import seed_random_numbers, step_seed
 from hfgpt.distributed.ranks import Ranks
 from hfgpt.model.head_loss import UNSCORED
+from hfgpt.settings.batch import Batch
 from hfgpt.training.lr_schedule import LearningRate
 from hfgpt.training.out_of_memory import MemoryWatch
 

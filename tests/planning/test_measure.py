@@ -8,10 +8,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from hfgpt.batch import Batch
 from hfgpt.cli import app
 from hfgpt.errors import UserError
 from hfgpt.planning.benchmark import Measured, measure
+from hfgpt.settings.batch import Batch
 from hfgpt.training.out_of_memory import MemoryRanOut
 from hfgpt.training.step import TrainStep
 

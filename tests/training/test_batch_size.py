@@ -14,8 +14,8 @@ from running import DISTRIBUTED, FORKED_TWO, StopAt, hashes, lines, records, sam
 from tampering import sealed
 from transformers import TrainerCallback
 
-from hfgpt.batch import Batch
 from hfgpt.errors import RunError, UserError
+from hfgpt.settings.batch import Batch
 from hfgpt.training import batch_size
 from hfgpt.training.batch_size import choose_candidates, find_fastest_split, time_splits
 

@@ -20,13 +20,13 @@ from transformers.trainer_callback import CallbackHandler
 
 import hfgpt.checkpointing.state
 from hfgpt import PretrainConfig, Pretrainer, SampleCallback, run_recipe
-from hfgpt import safe_output as output
 from hfgpt.checkpointing.checkpoint import find_damage
 from hfgpt.checkpointing.run_folder import RunFolder
 from hfgpt.distributed import launcher as launched
 from hfgpt.distributed.launcher import is_launcher, rank_and_world_size
 from hfgpt.distributed.stop_signals import Interrupted, StopSignals, exit_on_signal
 from hfgpt.errors import RunError, UserError
+from hfgpt.messages import safe_output as output
 from hfgpt.training.callbacks import log_line
 from hfgpt.training.run import TrainingRun
 from hfgpt.training.step import TrainStep
@@ -326,9 +326,8 @@ def test_a_closed_pipe_ends_a_command_quietly_and_a_full_disk_in_one_line():
 
 
 def test_files_do_not_take_the_place_of_a_closed_output(tmp_path):
-    script = (
-        "import os; from hfgpt import safe_output as output; output.make_safe(); print(os.open('file', os.O_CREAT))"
-    )
+    script = "import os; from hfgpt.messages import safe_output; safe_output.make_safe()"
+    script += "; print(os.open('file', os.O_CREAT))"
     script += "; os.write(2, str(os.open('file', os.O_CREAT)).encode())"
     command = f'cd {tmp_path}; "$PYTHON" -c "{script}" <&- >&-'
     done = subprocess.run(["bash", "-c", command], env={**os.environ, "PYTHON": sys.executable}, capture_output=True)

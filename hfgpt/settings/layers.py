@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, get_args, 
 
 from hfgpt.distributed.launcher import rank_and_world_size
 from hfgpt.errors import UserError
-from hfgpt.field_types import AUTO, NO_VALUE, NOT_CONVERTIBLE, convert, read_yaml, shown
 from hfgpt.files import has_tokenizer
+from hfgpt.messages.formats import shown
 from hfgpt.model.configuration_gpt2 import model_fields
+from hfgpt.settings.field_types import AUTO, NO_VALUE, NOT_CONVERTIBLE, convert, read_yaml
 
 if TYPE_CHECKING:
     from hfgpt.config import PretrainConfig

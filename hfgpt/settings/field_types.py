@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import reprlib
 import types
 import typing
 from collections import Counter
-from collections.abc import Sequence
-from datetime import timedelta
 from decimal import Decimal
 from pathlib import Path
 from typing import Any, Literal
@@ -16,6 +13,7 @@ import yaml
 
 from hfgpt.errors import UserError
 from hfgpt.files import local_path, read_text_file
+from hfgpt.messages.formats import shown
 
 AUTO = "auto"
 NOT_CONVERTIBLE = (ValueError, TypeError, OverflowError)
@@ -70,39 +68,6 @@ def convert(value: Any, hint: Any) -> Any:
     return hint(value)
 
 
-def duration(seconds: float) -> str:
-    """Format as `1:02:03` or `5 days, 1:02:03`; anything longer, or not a number, is `over 1000 years`."""
-    if not seconds < 1000 * 365.25 * 86400:
-        return "over 1000 years"
-    return str(timedelta(seconds=round(seconds)))
-
-
-def about(seconds: float) -> str:
-    """Format an estimate in its natural unit: `about 40 seconds`, `about 2 minutes`, `about 26 hours`."""
-    for unit, length, longest in (("second", 1, 90), ("minute", 60, 90 * 60), ("hour", 3600, 48 * 3600)):
-        if seconds < longest:
-            number = max(1, round(seconds / length))
-            return f"about {number} {unit}{'s' * (number > 1)}"
-    days = seconds / 86400
-    return f"about {days:,.0f} days" if days < 365_000 else "over 1000 years"
-
-
-def counted(number: int, word: str) -> str:
-    """Format as `1 document` or `2,000 documents`."""
-    return f"{number:,} {word}{'s' * (number != 1)}"
-
-
-def enumerated(words: Sequence[str], last: str = "and") -> str:
-    """Format as `a, b and c`."""
-    return f" {last} ".join(filter(None, (", ".join(words[:-1]), words[-1])))
-
-
-def rounded(value: float, digits: int = 3) -> str:
-    """Format with so many significant digits, and never with an exponent where a number is large: `13,000`."""
-    near = float(f"{value:.{digits}g}")
-    return f"{near:,.0f}" if near >= 10 ** (digits - 1) else f"{near:,.{digits}g}"
-
-
 def _whole(value: Any) -> int:
     """Return `value` as an exact whole number; 1e9, 1.5e3 and 9_007_199_254_740_993 are whole numbers too."""
     if not abs(float(value)) <= WHOLE_BELOW:
@@ -125,22 +90,6 @@ def describe(hint: Any) -> str:
     if origin is Literal:
         return " or ".join(map(str, options))
     return "a mapping of fields" if origin is dict else names[hint]
-
-
-def shown(value: Any) -> str:
-    """Return a value for a message: one line of at most 200 characters, however large the value is."""
-    if value == NO_VALUE:
-        return ""
-    try:
-        text = _SHORT.repr(value) if isinstance(value, dict | list | tuple | set) else str(value)
-    except ValueError:  # Python does not write numbers of thousands of digits
-        text = f"({type(value).__name__})"
-    text = text[:1000].encode(errors="backslashreplace").decode()  # bytes of a command line that are no UTF-8
-    return " ".join(text.split())[:200]
-
-
-_SHORT = reprlib.Repr()
-_SHORT.maxstring = _SHORT.maxother = 100
 
 
 class YamlSettings(yaml.SafeLoader):

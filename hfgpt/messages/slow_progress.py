@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
 from typing import Any, TypeVar
 
-from hfgpt.field_types import duration
+from hfgpt.messages.formats import duration
 
 T = TypeVar("T")
 

@@ -20,11 +20,11 @@ import torch
 from accelerate import Accelerator
 from running import trained
 
-from hfgpt import slow_progress
 from hfgpt.data import prepare_data
 from hfgpt.evaluation.loss import evaluate_tokens
 from hfgpt.hub import push, verify
-from hfgpt.slow_progress import SlowWork
+from hfgpt.messages import slow_progress
+from hfgpt.messages.slow_progress import SlowWork
 
 
 class Shown(io.StringIO):
