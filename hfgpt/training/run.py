@@ -61,7 +61,7 @@ class TrainingRun:
     facts: dict[str, Any]  # what run.json holds
     has_started: bool = False  # the folder is locked, and records are written
     has_ended: bool = False
-    has_no_report: bool = False  # it could not be written, and a warning was printed
+    has_warned_of_report: bool = False  # that it could not be written
     lost_output: set[str] = field(default_factory=set)  # output streams whose failure is recorded
 
     @property

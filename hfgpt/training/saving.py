@@ -101,9 +101,9 @@ def write_report(run: TrainingRun) -> None:
         run.folder.write_report(as_page(build_report([past], compare([past]), with_plots=True)))
     except Exception as error:  # whatever is wrong with a page, training goes on
         reason = getattr(error, "strerror", None) or first_line(error)
-        if not run.has_no_report:
+        if not run.has_warned_of_report:
             logger.warning("%s could not be written (%s); training continues without it", run.folder.report, reason)
-        run.has_no_report = True
+        run.has_warned_of_report = True
 
 
 def record_lost_output(run: TrainingRun) -> None:
