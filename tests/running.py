@@ -28,7 +28,7 @@ TWO = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_p
 FORKED, FORKED_TWO = [FORK], [FORK, *TWO[1:]]  # for tests to which it is the same how a process starts
 TINY = ["--model", '{"n_layer": 1, "n_head": 1, "n_embd": 16, "n_positions": 32}', "--tokenizer", "bpe-300"]
 TINY += ["--sequence_length", "32", "--per_device_train_batch_size", "4", "--torch_compile", "false"]
-TINY += ["--eval_steps", "0", "--logging_steps", "1", "--mfu_peak_tflops", "1"]
+TINY += ["--eval_steps", "0", "--logging_steps", "1", "--mfu_peak_tflops", "1", "--report", "false", "--optim", "adamw"]
 
 
 MODEL = {"n_layer": 2, "n_head": 2, "n_embd": 32, "n_positions": 32}

@@ -135,7 +135,7 @@ def test_a_signal_interrupts_an_evaluation(start, tmp_path, document_folder, lau
     assert check_stopped(run, "SIGTERM") == 5
     assert not run.records("eval_loss")  # it was not waited for
     if launcher is FORKED:
-        flags += ["--dataset", str(document_folder), "--resume_from_checkpoint", "latest", "--optim", "adamw"]
+        flags += ["--dataset", str(document_folder), "--resume_from_checkpoint", "latest"]
         again = Run(FORKED, run.folder, *flags)
         again.end()
         Run(FORKED, run.folder, *flags).end()
