@@ -7,9 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from transformers import GPT2Config
 
-# What an estimate assumes before anything is measured. The peak of a CPU is a measured matmul; in float32 the compiled
-# step comes near it.
-TYPICAL_MFU, TYPICAL_CPU_FLOAT32_MFU = 0.4, 0.8
+TYPICAL_MFU = 0.4  # what an estimate assumes before anything is measured
 
 
 class ParameterCounts(NamedTuple):

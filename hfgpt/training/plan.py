@@ -21,7 +21,7 @@ from hfgpt.distributed.device import Precision
 from hfgpt.errors import UserError
 from hfgpt.messages.formats import about, counted, rounded
 from hfgpt.model.configuration_gpt2 import model_fields
-from hfgpt.model.flops import TYPICAL_CPU_FLOAT32_MFU, TYPICAL_MFU, parameter_counts, training_flops_per_token
+from hfgpt.model.flops import TYPICAL_MFU, parameter_counts, training_flops_per_token
 from hfgpt.model.memory import Setting, training_memory
 from hfgpt.settings.batch import Batch
 
@@ -110,14 +110,12 @@ class Plan:
 
     def _time(self) -> str:
         """Estimate the seconds of the whole run from its FLOPs."""
-        is_cpu_float32 = self.setting.device == "cpu" and self.precision.name == "no"
-        mfu = TYPICAL_CPU_FLOAT32_MFU if is_cpu_float32 else TYPICAL_MFU
         flops = training_flops_per_token(self.model, self.batch.sequence_length)
-        rate = mfu * self.batch.processes * (self.peak_tflops or 0) * 1e12 / flops
+        rate = TYPICAL_MFU * self.batch.processes * (self.peak_tflops or 0) * 1e12 / flops
         seconds = self.max_steps * self.batch.tokens_per_step / rate
         where = {"cpu": "this CPU", "cuda": "this GPU"}.get(self.setting.device, "this device")
         where = f"{self.batch.processes} processes" if self.batch.processes > 1 else where
-        return f"{about(seconds)} of training on {where}, at an MFU of {mfu:.0%}"
+        return f"{about(seconds)} of training on {where}, at an MFU of {TYPICAL_MFU:.0%}"
 
     def choices(self) -> dict[str, Any]:
         """Return the choices that depend on the machine and may change the last bits of a result."""
