@@ -16,6 +16,7 @@ from typing import TypeVar
 
 import torch
 
+from hfgpt.distributed.device_kinds import device_kind
 from hfgpt.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -44,36 +45,40 @@ def choose_compile(
     """
     if requested is False:
         return CompileChoice(False, "requested")
-    obstacle = _find_obstacle(device)
+    kind = device_kind(device)
+    obstacle = _find_obstacle(device, kind.compiler)
     if requested is True and obstacle:
         raise UserError(f"torch_compile true: {obstacle}; use auto or false to run without compilation")
     if requested is True:
         return CompileChoice(True, "requested")
+    if not obstacle and kind.compiler == "metal":
+        obstacle = f"torch's compiler for {device.type} is a prototype; --torch_compile true tries it"
     if not obstacle and device.type == "cpu" and forward_passes < SHORT_RUN_FORWARD_PASSES:
         passes = f"{'as few as ' if is_least else ''}{forward_passes}"
         obstacle = f"{passes} forward passes, fewer than {SHORT_RUN_FORWARD_PASSES}, do not repay compilation"
     return CompileChoice(not obstacle, obstacle or "there is a compiler and the run is long enough")
 
 
-def _find_obstacle(device: torch.device) -> str | None:
+def _find_obstacle(device: torch.device, compiler: str) -> str | None:
     """Return what torch.compile lacks here, or None. Compiles nothing."""
     from torch._dynamo.eval_frame import check_if_dynamo_supported  # takes a second
 
+    if not compiler:
+        return f"torch.compile is not known to work on {device.type}"
     try:
         check_if_dynamo_supported()
     except RuntimeError as error:
         return str(error)
-    if device.type == "cuda":
+    if compiler == "metal":  # compiles by itself
+        return None
+    by_platform = {"darwin": "clang++", "win32": "cl"}
+    compilers = [os.environ.get("CXX", by_platform.get(sys.platform, "g++"))]  # as inductor does
+    if compiler == "triton":
         if importlib.util.find_spec("triton") is None:
             return "triton is not installed"
-        major, minor = torch.cuda.get_device_capability(device)
-        if major < 7:
-            return f"triton needs compute capability 7.0, this card has {major}.{minor}"
-        compilers = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]  # as triton looks for them
-    elif device.type == "cpu":
-        compilers = [os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")]  # as inductor does
-    else:
-        return f"compilation is not tried on {device.type}"
+        if device.type == "cuda" and (capability := torch.cuda.get_device_capability(device)) < (7, 0):
+            return "triton needs compute capability 7.0, this card has {}.{}".format(*capability)
+        compilers = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang", "cl"]  # as triton looks for them
     if not any(map(shutil.which, compilers)):
         return f"no compiler ({' or '.join(compilers)}) on the PATH"
     headers = sysconfig.get_path("include")

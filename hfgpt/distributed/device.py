@@ -7,14 +7,17 @@ import os
 from dataclasses import dataclass
 from datetime import timedelta
 
+import numpy as np
 import torch
 import transformers
 import xxhash
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import InitProcessGroupKwargs
+from torch import Tensor
 
 from hfgpt.distributed import cpu
+from hfgpt.distributed.device_kinds import device_kind
 from hfgpt.distributed.launcher import rank_and_world_size
 from hfgpt.errors import UserError
 
@@ -45,47 +48,41 @@ def synchronize(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
-# What differs by kind of device. Those that are not named here compute in float32 and share the machine's memory.
-
-
 def device_name(device: torch.device) -> str:
-    """Return the exact name of a CUDA device, or the model name of the CPU."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return cpu.model_name() if device.type == "cpu" else device.type
+    """Return the exact name of a device, for example "NVIDIA GeForce RTX 4070 Ti"; of a CPU its model."""
+    return device_kind(device).name(device)
 
 
 def native_precision(device: torch.device) -> str:
     """Return the smallest precision that the device trains in with its own instructions: bf16, fp16 or no."""
-    if device.type == "cuda":
-        with torch.cuda.device(device):
-            return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
-    return "bf16" if device.type == "cpu" and cpu.has_bf16() else "no"
+    return device_kind(device).auto_precision(device)
 
 
 def memory_bytes(device: torch.device) -> int:
-    """Return the memory of a CUDA device; elsewhere this process's share of the machine's or the container's limit."""
-    return torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else cpu.memory_bytes()
+    """Return the memory that this process may use: the device's, or its share of the machine's or container's."""
+    return device_kind(device).memory_bytes(device)
 
 
-def peak_memory_bytes(device: torch.device) -> int:
-    """Return the most memory held since the last reset: by the allocator on a CUDA device, resident elsewhere."""
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else cpu.peak_memory_bytes()
+def peak_memory_bytes(device: torch.device) -> int | None:
+    """Return the most memory held since the last reset: of the device, resident on a CPU. None if not counted."""
+    return device_kind(device).peak_memory_bytes(device)
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """Let `peak_memory_bytes` start again from what is held now; without a CUDA device only Linux can."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    else:
-        cpu.reset_peak_memory()
+    """Let `peak_memory_bytes` start again from what is held now; for a CPU only Linux can."""
+    device_kind(device).reset_peak_memory(device)
 
 
 def release_memory(device: torch.device) -> None:
     """Give memory that is no longer used back to the device."""
     gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+    device_kind(device).empty_cache()
+
+
+def to_device(array: np.ndarray, device: torch.device) -> Tensor:
+    """Copy an array to the device, without waiting for it where the device can."""
+    tensor, pins = torch.from_numpy(array), device_kind(device).pins_memory
+    return (tensor.pin_memory() if pins else tensor).to(device, non_blocking=pins)
 
 
 def choose_precision(requested: str, device: torch.device) -> Precision:
@@ -94,24 +91,24 @@ def choose_precision(requested: str, device: torch.device) -> Precision:
     `requested` is "auto", "bf16", "fp16" or "no". "auto" follows the accelerate configuration if that names bf16 or
     fp16, else the hardware. Raises UserError for what the device cannot do.
     """
-    native = native_precision(device)
+    kind = device_kind(device)
+    native, refused = kind.auto_precision(device), kind.refused(device)
     name, reason = requested, "requested"
     if requested == "auto":
         name, reason = os.environ.get("ACCELERATE_MIXED_PRECISION", "no"), "from the accelerate configuration"
         if name == "no":
-            label = {"cuda": "card", "cpu": "CPU"}.get(device.type, device.type)
-            name, reason = native, f"the {label} has {'' if native == 'bf16' else 'no '}bf16 instructions"
+            name = native
+            reason = refused.get("bf16") or f"the {kind.label} has {'' if native == 'bf16' else 'no '}bf16 instructions"
     where = f"mixed_precision {name} ({reason})"
     if name not in ("bf16", "fp16", "no"):
         raise UserError(f"{where}: not one of auto, bf16, fp16, no")
-    if name == "bf16" and native == "fp16":
-        raise UserError(f"{where}: {device_name(device)} has no bf16; use fp16, or auto to choose it")
-    if name == "fp16" and device.type != "cuda":
-        raise UserError(f"{where}: fp16 needs a CUDA device, this is {device.type}; use bf16, no or auto")
+    if name in refused:
+        working = [other for other in ("bf16", "fp16", "no") if other not in refused]
+        raise UserError(f"{where}: {refused[name]}; use {' or '.join(working)}, or auto, which selects {native}")
     if name == "fp16":
         reason += ", with loss scaling"
-    if name == "bf16" and native == "no" and device.type == "cpu":
-        reason += "; this CPU has no bf16 instructions, float32 would be faster"
+    if name == "bf16" and native == "no":
+        reason += f"; this {kind.label} has no bf16 instructions, float32 would be faster"
     return Precision(name, reason)
 
 
@@ -124,7 +121,8 @@ def seed_random_numbers(seed: int, device: torch.device) -> None:
     """Seed the CPU and one device. `torch.manual_seed` also records a traceback for each device that is not in use."""
     torch.default_generator.manual_seed(seed)
     if device.type != "cpu":
-        torch.get_device_module(device).manual_seed(seed)
+        module = torch.get_device_module(device)
+        (module.manual_seed if hasattr(module, "manual_seed") else module.manual_seed_all)(seed)
 
 
 def start_accelerator(mixed_precision: str, timeout_seconds: float) -> tuple[Accelerator, Precision]:
@@ -144,6 +142,10 @@ def start_accelerator(mixed_precision: str, timeout_seconds: float) -> tuple[Acc
     _, world_size = rank_and_world_size()
     if accelerator.num_processes != world_size:
         raise UserError(f"the launcher started {world_size} processes, but accelerate sees {accelerator.num_processes}")
+    if accelerator.device.type != device.type:  # an accelerator that Accelerate does not know
+        if world_size > 1:
+            raise UserError(f"Accelerate cannot run several processes on {device.type}; start one, or use the CPU")
+        accelerator.state.device = device
     accelerator.gradient_accumulation_steps = 1  # the step accumulates by itself; backward() must not divide
     if accelerator.device.type == "cpu":
         cpu.keep_freed_memory()

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 
 from hfgpt.distributed.device import device_name, synchronize
+from hfgpt.distributed.device_kinds import device_kind
 from hfgpt.messages.formats import counted
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "no": torch.float32}
@@ -42,10 +43,8 @@ def _measure_once(device: torch.device, precision: str, *conditions: object) -> 
 
 def rated_device_peak(device: torch.device, precision: str) -> Peak | None:
     """Return `rated_peak` of this device."""
-    multiprocessors = None
-    if device.type == "cuda":
-        multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-    return rated_peak(device_name(device), precision, multiprocessors)
+    kind = device_kind(device)
+    return rated_peak(kind.name(device), precision, kind.multiprocessors(device))
 
 
 def rated_peak(name: str, precision: str, multiprocessors: int | None = None) -> Peak | None:
@@ -98,9 +97,9 @@ def measure_matmul_tflops(device: torch.device, precision: str, seconds: float =
     if device.type == "cpu":
         where += f", {counted(torch.get_num_threads(), 'thread')}"
     sizes, calls = ((512, 1024, 2048), 1) if device.type == "cpu" else ((4096, 8192), 8)
-    generator = torch.Generator(device).manual_seed(0)
     best, best_size = 0.0, 0  # FLOP/s
     try:
+        generator = torch.Generator(device).manual_seed(0)
         for size in sizes:
             flops = 2 * size**3 * calls
             if best and flops / best > seconds:  # a slow device: the smaller size has to suffice

@@ -22,14 +22,17 @@ from hfgpt.model.head_loss import HEAD_CHUNK_SIZE
 
 CUBLAS_WORKSPACE_BYTES = 32 * 2**20  # on Hopper, by torch's documentation of CUBLAS_WORKSPACE_CONFIG; others 8 MiB
 
+FUSED_ATTENTION = ("cpu", "cuda", "xpu")  # attention whose backward pass needs no (T, T) probabilities
+
 
 @dataclass(frozen=True)
 class Setting:
     """What the memory of one process depends on.
 
     sharded: all `processes` share the model (FSDP2); else each holds all of it (DDP).
-    device: "cuda" or "cpu". head: "" is the trainer's own, compiled with the model or in chunks; "whole" has all logits
-    in an eager model; "returned" has them in a compiled model that returns them to its caller, as nanoGPT's does.
+    device: torch's type of device, "cuda", "cpu", "xpu", "mps" or another one.
+    head: "" is the trainer's own, compiled with the model or in chunks; "whole" has all logits in an eager model;
+    "returned" has them in a compiled model that returns them to its caller, as nanoGPT's does.
     """
 
     micro_batch: int
@@ -79,7 +82,8 @@ class StepBytes:
 
     def __init__(self, config: GPT2Config, setting: Setting) -> None:
         self.config, self.setting = config, setting
-        self.is_cuda, self.is_16_bit = setting.device == "cuda", setting.precision != "no"
+        self.is_cuda, self.is_gpu = setting.device == "cuda", setting.device != "cpu"
+        self.is_16_bit = setting.precision != "no"
         self.is_accumulated = setting.accumulation > 1
         self.number = 2 if self.is_16_bit else 4  # bytes of a number in the matrix products
         self.T, self.N = setting.sequence_length, setting.micro_batch * setting.sequence_length
@@ -147,7 +151,7 @@ class StepBytes:
         block = 4 * self.C if self.setting.checkpointing else self._block()
         # In chunks the head takes the output as it is and casts each chunk; torch's own keeps the gradient instead.
         output = 0 if self.fused_gradients else 4 if self.head == "chunked" else self.number
-        dropped = self.C * (1 if self.is_cuda else 4) if self.config.embd_pdrop else 0
+        dropped = self.C * (1 if self.is_gpu else 4) if self.config.embd_pdrop else 0
         per_token = self.config.n_layer * block + 4 * self.C + 8 + output * self.C + dropped
         return 8 * (self.N + self.T) + self.N * per_token
 
@@ -192,10 +196,12 @@ class StepBytes:
         return norms + products + attention + mask + self._dropout()
 
     def _keeps_probabilities(self) -> bool:
-        """Decide as `modeling_gpt2.Attention` does."""
+        """Decide as `modeling_gpt2.Attention` and torch's attention do."""
+        if self.setting.device not in FUSED_ATTENTION:
+            return True
         dtype = torch.bfloat16 if self.setting.precision == "bf16" else torch.float32
         is_plain = not self.setting.document_masking and not self.config.attn_pdrop
-        return self.setting.compiled and not self.is_cuda and is_plain and products_are_faster(dtype, self.T)
+        return self.setting.compiled and not self.is_gpu and is_plain and products_are_faster(dtype, self.T)
 
     def _dropout(self) -> int:
         """Count what the dropouts of one block keep, per token: on a GPU a byte per element, on a CPU a number.
@@ -203,8 +209,8 @@ class StepBytes:
         A GPU draws attention's dropout again. A CPU has no fused attention with dropout: it keeps probabilities, noise
         and their product in float32, and in 16-bit training its inputs too.
         """
-        total = 2 * self.C * (1 if self.is_cuda else self.number) if self.config.resid_pdrop else 0
-        if self.config.attn_pdrop and not self.is_cuda:
+        total = 2 * self.C * (1 if self.is_gpu else self.number) if self.config.resid_pdrop else 0
+        if self.config.attn_pdrop and not self.is_gpu:
             total += 12 * self.H * self.T - 4 * self.H
             total += 6 * self.C if self.is_16_bit else 0
         return total

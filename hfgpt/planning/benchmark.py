@@ -63,7 +63,7 @@ class Measurement:
                 continue
             mfu = f"{row.mfu:.1%}" if row.mfu is not None else "-"
             speed = row.tokens_per_second / (best.tokens_per_second or 1)
-            memory = f"{(row.memory_bytes or 0) / 2**30:>7.2f} GiB"
+            memory = f"{row.memory_bytes / 2**30:>7.2f} GiB" if row.memory_bytes else f"{'unknown':>11}"
             rates = f"{row.step_seconds:>10.4g} {row.tokens_per_second:>10,.0f} {mfu:>7}"
             lines.append(f"{row.label:>26} {rates} {memory} {speed:>6.2f}")
         return [*lines, f"fastest: micro-batch {best.batch.micro_batch} x accumulation {best.batch.accumulation}"]

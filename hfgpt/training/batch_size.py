@@ -16,7 +16,7 @@ from hfgpt.distributed.device import memory_bytes, peak_memory_bytes, release_me
 from hfgpt.errors import UserError
 from hfgpt.settings.batch import Batch
 from hfgpt.settings.field_types import AUTO
-from hfgpt.training.out_of_memory import MemoryRanOut
+from hfgpt.training.out_of_memory import MemoryRanOut, is_device_out_of_memory
 from hfgpt.training.step import TrainStep
 
 CANDIDATES = 4  # sizes that are tried before a run
@@ -24,10 +24,10 @@ FIX = "use a smaller model, or --gradient_checkpointing true"
 
 
 class Timing(NamedTuple):
-    """Seconds of one call, on the slowest process, and the peak memory on this one."""
+    """Seconds of one call, on the slowest process, and the peak memory on this one; None if it is not counted."""
 
     seconds: float
-    memory_bytes: int
+    memory_bytes: int | None
 
 
 def time_splits(
@@ -44,7 +44,9 @@ def time_splits(
         fits = True
         try:
             run_compiled(partial(call, split))  # compiles, and fills caches
-        except (MemoryRanOut, torch.OutOfMemoryError):
+        except (MemoryRanOut, RuntimeError) as error:
+            if isinstance(error, RuntimeError) and not is_device_out_of_memory(error):
+                raise
             fits = False
         if not all(step.ranks.gather(fits)):
             break
@@ -71,9 +73,9 @@ def find_fastest_split(step: TrainStep, needed_bytes: Callable[[Batch], int]) ->
     needed_bytes: the estimated memory of a split, by which candidates are chosen. Raises UserError if none fits.
     """
     device, optimizer = step.accelerator.device, step.optimizer
-    is_cuda = device.type == "cuda"  # elsewhere a process that takes too much memory is killed
-    splits = choose_candidates(step.batch, needed_bytes, int(0.9 * memory_bytes(device)), beyond=is_cuda)
-    moments = 8 * sum(parameter.numel() for parameter in step.parameters) if is_cuda and not optimizer.state else 0
+    can_fail = device.type != "cpu"  # where a process that takes too much memory is killed
+    splits = choose_candidates(step.batch, needed_bytes, int(0.9 * memory_bytes(device)), beyond=can_fail)
+    moments = 8 * sum(parameter.numel() for parameter in step.parameters) if can_fail and not optimizer.state else 0
     reserved = torch.empty(moments, dtype=torch.uint8, device=device)  # AdamW's state, which the first step allocates
     timings = time_splits(step, splits, partial(try_micro_batch, step), seconds=2.0)
     del reserved

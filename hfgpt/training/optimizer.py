@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from hfgpt.config import PretrainConfig
 from hfgpt.distributed.device import native_precision
+from hfgpt.distributed.device_kinds import device_kind
 
 # The usual 0.95 ends 2 % higher in short runs with small batches (tests/benchmarks/LEDGER.md).
 MUON_MOMENTUM = 0.9
@@ -28,21 +29,33 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
 
 
 def build_optimizer(model: nn.Module, config: PretrainConfig) -> torch.optim.Optimizer:
-    """Build AdamW for all parameters, or Muon for the matrices of the blocks and AdamW for the rest.
-
-    AdamW is fused: only that form can skip a step on the device (`found_inf`), without a synchronisation.
-    """
+    """Build AdamW for all parameters, or Muon for the matrices of the blocks and AdamW for the rest."""
     groups, betas = parameter_groups(model, config.weight_decay), (config.adam_beta1, config.adam_beta2)
-    options: dict[str, Any] = {"lr": config.learning_rate, "betas": betas, "eps": config.adam_epsilon, "fused": True}
+    options: dict[str, Any] = {"lr": config.learning_rate, "betas": betas, "eps": config.adam_epsilon}
     if config.optim == "adamw":
-        return torch.optim.AdamW(groups, **options)
+        # The fused form can skip a step on the device, without a synchronisation, but not on every kind of device.
+        has_fused_skip = device_kind(next(model.parameters()).device).has_fused_skip
+        return torch.optim.AdamW(groups, fused=True, **options) if has_fused_skip else SkippingAdamW(groups, **options)
     matrices = [p for name, p in model.named_parameters() if ".h." in name and p.dim() == 2 and p.requires_grad]
     taken = set(map(id, matrices))
     groups = [{**group, "params": [p for p in group["params"] if id(p) not in taken]} for group in groups]
     rate = config.muon_learning_rate or config.learning_rate
     muon = BatchedMuon(matrices, rate, config.weight_decay, MUON_MOMENTUM)
     muon.param_groups[0]["lr_scale"] = rate / config.learning_rate
-    return MuonWithAdamW(muon, torch.optim.AdamW(groups, **options))
+    return MuonWithAdamW(muon, torch.optim.AdamW(groups, fused=True, **options))
+
+
+class SkippingAdamW(torch.optim.AdamW):
+    """AdamW that skips a step if `found_inf` is 1, which synchronises the device.
+
+    For devices whose fused form does not. On mps it ignores `found_inf`, and with it what the gradient scaler has found
+    (https://github.com/pytorch/pytorch/pull/186360).
+    """
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        if not self.__dict__.pop("found_inf", 0):  # torch's own step refuses the attribute
+            super().step()
 
 
 class BatchedMuon(torch.optim.Muon):

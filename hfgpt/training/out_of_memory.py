@@ -35,12 +35,19 @@ class MemoryWatch:
             raise MemoryRanOut
         try:
             yield
-        except torch.OutOfMemoryError as error:
+        except RuntimeError as error:
+            if not is_device_out_of_memory(error):
+                raise
             if alone:
                 raise MemoryRanOut from error
             if self.sharded or last:
                 raise
             self.failed = True  # all processes hear of it before the last micro-batch
+
+
+def is_device_out_of_memory(error: BaseException) -> bool:
+    """Return whether an accelerator ran out of memory; mps has no error of its own for that."""
+    return isinstance(error, torch.OutOfMemoryError) or "MPS backend out of memory" in str(error)
 
 
 @contextmanager
@@ -49,6 +56,7 @@ def out_of_memory_named(where: str, fix: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if not isinstance(error, torch.OutOfMemoryError | MemoryError) and not should_reduce_batch_size(error):
+        known = isinstance(error, MemoryError) or is_device_out_of_memory(error)
+        if not known and not should_reduce_batch_size(error):
             raise
         raise RunError(f"out of memory {where} ({message(error)}); {fix}") from error

@@ -113,7 +113,7 @@ class Plan:
         flops = training_flops_per_token(self.model, self.batch.sequence_length)
         rate = TYPICAL_MFU * self.batch.processes * (self.peak_tflops or 0) * 1e12 / flops
         seconds = self.max_steps * self.batch.tokens_per_step / rate
-        where = {"cpu": "this CPU", "cuda": "this GPU"}.get(self.setting.device, "this device")
+        where = "this CPU" if self.setting.device == "cpu" else "this GPU"
         where = f"{self.batch.processes} processes" if self.batch.processes > 1 else where
         return f"{about(seconds)} of training on {where}, at an MFU of {TYPICAL_MFU:.0%}"
 

@@ -157,11 +157,12 @@ def log(run: TrainingRun) -> None:
     """Record the newest step. Only here does the loop wait for the device."""
     if not (logs := run.non_finite.read()):
         return
-    logs["memory_bytes"] = peak_memory_bytes(run.machine.accelerator.device)
+    if (peak := peak_memory_bytes(run.machine.accelerator.device)) is not None:  # trackers want numbers
+        logs["memory_bytes"] = peak
     try:
         run.callbacks.report(logs)
     finally:  # even if a callback fails
-        run.record(**logs)
+        run.record(**{"memory_bytes": None, **logs})
 
 
 def evaluate(run: TrainingRun) -> dict[str, Any] | None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from hfgpt.distributed.device import seed_random_numbers, step_seed
+from hfgpt.distributed.device import seed_random_numbers, step_seed, to_device
 from hfgpt.distributed.ranks import Ranks
 from hfgpt.model.head_loss import UNSCORED
 from hfgpt.settings.batch import Batch
@@ -107,7 +107,7 @@ class TrainStep:
         if isinstance(grad_norm, DTensor):
             grad_norm = grad_norm.full_tensor()
         if accelerator.scaler is None:
-            # Fused AdamW skips the update on the device if this is 1, without a synchronisation.
+            # The optimizer skips the update if this is 1; fused AdamW does so without a synchronisation.
             is_bad = ~(grad_norm.isfinite() & loss.isfinite())
             self.optimizer.found_inf = is_bad.float()  # type: ignore[attr-defined]
         self.is_updating = True
@@ -120,7 +120,5 @@ class TrainStep:
 
         This is the only place that shifts tokens.
         """
-        device, tokens = self.accelerator.device, torch.from_numpy(blocks)
-        if device.type == "cuda":
-            tokens = tokens.pin_memory().to(device, non_blocking=True)
+        tokens = to_device(blocks, self.accelerator.device)
         return tokens[:, :-1], tokens[:, 1:]

@@ -49,7 +49,6 @@ def probe(monkeypatch, *, cpu_flags: str = "", cuda_bf16: bool = False) -> None:
         (CPU, {"cpu_flags": "amx_bf16"}, "bf16"),
         (CPU, {"cpu_flags": "sse avx512f"}, "no"),
         (CPU, {"cpu_flags": ""}, "no"),
-        (torch.device("mps"), {}, "no"),
     ],
 )
 def test_auto_precision(monkeypatch, where, probes, name):
@@ -149,7 +148,6 @@ def test_auto_compile_off_where_torch_cannot(with_compiler, monkeypatch):
     monkeypatch.setattr("torch._dynamo.eval_frame.check_if_dynamo_supported", unsupported)
     choice = compiler.choose_compile("auto", CPU, 10_000)
     assert not choice.enabled and "Python 4" in choice.reason
-    assert not compiler.choose_compile("auto", torch.device("mps"), 10_000).enabled
 
 
 def test_auto_compile_on_cuda(with_compiler, monkeypatch):
