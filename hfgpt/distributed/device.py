@@ -12,7 +12,7 @@ import torch
 import transformers
 import xxhash
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState
+from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import InitProcessGroupKwargs
 from torch import Tensor
 
@@ -145,7 +145,7 @@ def start_accelerator(mixed_precision: str, timeout_seconds: float) -> tuple[Acc
     if accelerator.device.type != device.type:  # an accelerator that Accelerate does not know
         if world_size > 1:
             raise UserError(f"Accelerate cannot run several processes on {device.type}; start one, or use the CPU")
-        accelerator.state.device = device
+        accelerator.state.device = PartialState().device = device
     accelerator.gradient_accumulation_steps = 1  # the step accumulates by itself; backward() must not divide
     if accelerator.device.type == "cpu":
         cpu.keep_freed_memory()

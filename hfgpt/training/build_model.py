@@ -27,6 +27,7 @@ def build_model(
     """Build the model on its device, with random weights, or with `weights` if the main process has them."""
     make, device = partial(new_model, config.model, tokenizer, config.seed, weights), machine.accelerator.device
     model: Any = build_sharded_model(make, device, machine.precision.name) if machine.is_sharded else make().to(device)
+    model.tie_weights()  # moving to an accelerator outside of torch makes two parameters of a tied one
     if config.gradient_checkpointing:
         getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
     if compiled:
