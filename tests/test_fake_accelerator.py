@@ -80,6 +80,26 @@ def test_other_kinds_of_runs_train(flags, tmp_path):
     assert len(losses(tmp_path / "run")) == 4
 
 
+def test_a_fused_optimizer_gives_the_same_losses(on_fake, tmp_path):
+    """As on cuda and xpu."""
+    script = tmp_path / "fused.py"
+    script.write_text(FUSED.format(quickstart=QUICKSTART))
+    flags = [*SETTINGS, "--optim", "adamw", "--max_steps", "4", "--eval_steps", "0"]
+    run(str(script), *flags, "--output_dir", tmp_path / "fused")
+    run(QUICKSTART, *flags, "--output_dir", tmp_path / "plain")
+    assert losses(tmp_path / "fused") == pytest.approx(losses(tmp_path / "plain"), abs=1e-5)
+
+
+FUSED = """
+import runpy
+from dataclasses import replace
+from hfgpt.training import optimizer
+plain = optimizer.device_kind
+optimizer.device_kind = lambda device: replace(plain(device), has_fused_skip=True)
+runpy.run_path({quickstart!r}, run_name="__main__")
+"""
+
+
 def test_the_commands_run_on_it(on_fake, tmp_path):
     (tmp_path / "hfgpt").write_text("import sys\nfrom hfgpt.cli import main\nsys.exit(main())\n")
     script, checkpoint = str(tmp_path / "hfgpt"), on_fake / "checkpoint-20"
