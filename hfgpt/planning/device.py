@@ -79,8 +79,8 @@ def _choose_precision(name: str, kind: str, requested: str) -> Precision:
     native = "no" if kind == "cpu" else "bf16" if kind != "cuda" or rated_peak(name, "bf16") else "fp16"
     if requested == "bf16" and native == "fp16":
         raise UserError(f"mixed_precision={requested}: {name} has no bf16; use fp16, or auto to choose it")
-    if requested == "fp16" and kind != "cuda":
-        raise UserError(f"mixed_precision={requested}: needs a CUDA device, this is {kind}; use bf16, no or auto")
+    if requested == "fp16" and kind == "cpu":
+        raise UserError(f"mixed_precision={requested}: needs a GPU, this is {kind}; use bf16, no or auto")
     if requested != "auto":
         return Precision(requested, "requested")
     if kind == "mps":
@@ -90,6 +90,6 @@ def _choose_precision(name: str, kind: str, requested: str) -> Precision:
 
 def _choose_compile(kind: str, requested: str | bool) -> CompileChoice:
     """Choose as `choose_compile` would on a machine that has a compiler."""
-    if requested != "auto":
-        return CompileChoice(bool(requested), "requested")
-    return CompileChoice(kind != "mps", "not on mps unless requested" if kind == "mps" else "if there is a compiler")
+    if requested == "auto" and kind == "mps":
+        return CompileChoice(False, "torch's compiler for mps is a prototype; --torch_compile true tries it")
+    return CompileChoice(bool(requested), "requested" if requested != "auto" else "if there is a compiler")
