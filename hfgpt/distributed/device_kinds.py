@@ -91,6 +91,7 @@ def _xpu() -> DeviceKind:
         peak_memory_bytes=torch.xpu.max_memory_allocated,
         reset_peak_memory=torch.xpu.reset_peak_memory_stats,
         empty_cache=torch.xpu.empty_cache,
+        multiprocessors=lambda device: torch.xpu.get_device_properties(device).gpu_subslice_count,  # Xe cores
         compiler="triton",
         pins_memory=True,
         has_fused_skip=True,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -11,16 +10,12 @@ from typing import Any
 from transformers import GPT2Config
 
 from hfgpt.config import PretrainConfig
-from hfgpt.distributed import compiler, cpu
-from hfgpt.distributed import device as machine
-from hfgpt.distributed.compiler import CompileChoice
-from hfgpt.distributed.device import Precision
-from hfgpt.distributed.device_peaks import Peak, device_peak, rated_devices, rated_memory_gib, rated_peak
 from hfgpt.errors import UserError
 from hfgpt.messages.formats import counted, rounded
 from hfgpt.model.configuration_gpt2 import model_config, model_fields
 from hfgpt.model.flops import TYPICAL_MFU, parameter_counts, training_flops_per_token
 from hfgpt.model.memory import Memory, training_memory
+from hfgpt.planning.device import Device, find_device
 from hfgpt.settings.batch import Batch
 from hfgpt.settings.field_types import NOT_CONVERTIBLE, convert
 from hfgpt.training.plan import setting_of
@@ -30,18 +25,6 @@ OUTSIDE_BYTES = 2**29
 GAPS = 0.1
 LARGEST_MICRO_BATCH = 2**16
 GPT2_VOCABULARY = 50257
-
-
-@dataclass(frozen=True)
-class Device:
-    """The device planned for; its memory and its peak may be unknown."""
-
-    name: str
-    type: str
-    gib: float | None
-    peak: Peak
-    precision: Precision
-    compile: CompileChoice
 
 
 @dataclass(frozen=True)
@@ -220,7 +203,7 @@ def forecast(
     except UserError as error:
         problems += error.problems
     try:
-        target = _find_device(device, config, memory_gib)
+        target = find_device(device, config, memory_gib)
     except UserError as error:
         problems += error.problems
     gib = memory_gib or (target and target.gib)
@@ -242,42 +225,6 @@ def default_length(settings: dict[str, Any]) -> dict[str, int]:
         model = convert(settings.get("model", "gpt2-125m"), str | dict[str, Any])
         return {"sequence_length": model_fields(model).get("n_positions", 1024)}
     return {}
-
-
-def _find_device(name: str | None, config: PretrainConfig, memory_gib: float | None) -> Device:
-    """Return this machine's device, or one of `devices.csv`. Raises UserError for others without memory and peak."""
-    stated_peak = Peak(config.mfu_peak_tflops, "stated: --mfu_peak_tflops") if config.mfu_peak_tflops else None
-    here = machine.default_device()
-    if name is None or name in (here.type, machine.device_name(here)):
-        if here.type == "cpu":
-            cpu.use_all_cores(1)
-        precision = machine.choose_precision(config.mixed_precision, here)
-        compiled = compiler.choose_compile(config.torch_compile, here, compiler.SHORT_RUN_FORWARD_PASSES)
-        peak = stated_peak or device_peak(here, precision.name)
-        gib = machine.memory_bytes(here) / 2**30
-        return Device(machine.device_name(here), here.type, gib, peak, precision, compiled)
-    known = rated_devices()
-    if name not in known and not (stated_peak and memory_gib):
-        by_lower = {device.lower(): device for device in known}
-        near = [by_lower[match] for match in difflib.get_close_matches(name.lower(), by_lower, n=3, cutoff=0.3)]
-        hint = f"did you mean {' or '.join(near)}? Otherwise " if near else ""
-        fix = "leave it out for this machine, or state --memory_gib and --mfu_peak_tflops"
-        raise UserError(f"device={name}: unknown; {hint}{fix}")
-    precision = _choose_rated_precision(name, config.mixed_precision)
-    unknown = Peak(None, f"the rate of {name} in mixed_precision {precision.name} is unknown")
-    peak = stated_peak or rated_peak(name, precision.name) or unknown
-    requested = config.torch_compile
-    compiled = CompileChoice(bool(requested), "requested" if requested != "auto" else "if there is a compiler")
-    return Device(name, "cuda", rated_memory_gib(name), peak, precision, compiled)
-
-
-def _choose_rated_precision(name: str, requested: str) -> Precision:
-    """Choose as `choose_precision` would on the device itself, by its known rates."""
-    native = "bf16" if rated_peak(name, "bf16") else "fp16"
-    if requested == "bf16" and native == "fp16":
-        raise UserError(f"mixed_precision={requested}: {name} has no bf16; use fp16, or auto to choose it")
-    reason = "requested" if requested != "auto" else f"the card has {'' if native == 'bf16' else 'no '}bf16"
-    return Precision(native if requested == "auto" else requested, reason)
 
 
 def _find_splits(

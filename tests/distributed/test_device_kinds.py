@@ -14,6 +14,7 @@ from hfgpt.training.out_of_memory import is_device_out_of_memory
 
 CUDA, XPU, MPS = torch.device("cuda:0"), torch.device("xpu:0"), torch.device("mps:0")
 OTHER = torch.device("privateuseone:0")
+XPU_PROPERTIES = SimpleNamespace(total_memory=16, gpu_subslice_count=32)
 
 
 @pytest.fixture
@@ -35,7 +36,7 @@ def machine(monkeypatch, other):
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda which: 3)
     monkeypatch.setattr(torch.xpu, "is_bf16_supported", lambda including_emulation: True)
     monkeypatch.setattr(torch.xpu, "get_device_name", lambda which: "Intel(R) Arc(TM) A770 Graphics")
-    monkeypatch.setattr(torch.xpu, "get_device_properties", lambda which: SimpleNamespace(total_memory=16))
+    monkeypatch.setattr(torch.xpu, "get_device_properties", lambda which: XPU_PROPERTIES)
     monkeypatch.setattr(torch.xpu, "max_memory_allocated", lambda which: 4)
     monkeypatch.setattr(torch.backends.mps, "is_macos_or_newer", lambda major, minor: (major, minor) <= (14, 0))
     monkeypatch.setattr(torch.backends.mps, "get_name", lambda: "Apple M2 Max")
@@ -48,7 +49,7 @@ def machine(monkeypatch, other):
     ("where", "auto", "name", "memory", "peak", "pins", "multiprocessors"),
     [
         (CUDA, "bf16", "NVIDIA GeForce RTX 4070 Ti", 12, 3, True, None),
-        (XPU, "bf16", "Intel(R) Arc(TM) A770 Graphics", 16, 4, True, None),
+        (XPU, "bf16", "Intel(R) Arc(TM) A770 Graphics", 16, 4, True, 32),
         (MPS, "bf16", "Apple M2 Max", 32, 5, False, 38),
     ],
 )
@@ -119,7 +120,7 @@ def test_compilation_by_device(monkeypatch):
 def test_the_rated_peak_is_asked_with_name_and_cores(monkeypatch):
     monkeypatch.setattr(device_peaks, "rated_peak", lambda *asked: asked)
     assert device_peaks.rated_device_peak(MPS, "bf16") == ("Apple M2 Max", "bf16", 38)
-    assert device_peaks.rated_device_peak(XPU, "no") == ("Intel(R) Arc(TM) A770 Graphics", "no", None)
+    assert device_peaks.rated_device_peak(XPU, "no") == ("Intel(R) Arc(TM) A770 Graphics", "no", 32)
 
 
 def test_memory_that_ran_out_is_known_on_each_device():
