@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 pytestmark = pytest.mark.slow
 MODEL = '{"n_layer": 2, "n_head": 2, "n_embd": 32, "n_positions": 32, "resid_pdrop": 0.0}'
-SETTINGS = ["--model", MODEL, "--tokenizer", "bpe-300", "--sequence_length", "32", "--tokens_per_step", "256"]
-SETTINGS += ["--per_device_train_batch_size", "4", "--warmup_steps", "2", "--logging_steps", "1", "--save_steps", "10"]
-SETTINGS += ["--eval_steps", "10", "--eval_tokens", "2048", "--mixed_precision", "no", "--torch_compile", "false"]
+SETTINGS = ["--model", MODEL, "--tokenizer", "bpe-300", "--sequence_length", "32", "--tokens_per_step", "128"]
+SETTINGS += ["--per_device_train_batch_size", "2", "--warmup_steps", "2", "--logging_steps", "1", "--save_steps", "10"]
+SETTINGS += ["--eval_steps", "10", "--eval_tokens", "512", "--mixed_precision", "no", "--torch_compile", "false"]
 SETTINGS += ["--mfu_peak_tflops", "1", "--sample_steps", "10", "--max_steps", "20"]
 QUICKSTART = str(ROOT / "recipes" / "quickstart.py")
 
@@ -107,3 +107,18 @@ def test_the_commands_run_on_it(on_fake, tmp_path):
     ours, theirs = (json.loads(run(script, *evaluate, fake=fake).stdout) for fake in (True, False))
     assert ours["loss"] == pytest.approx(theirs["loss"], abs=1e-5)
     assert run(script, "generate", checkpoint, "--prompt", "The", "--max_new_tokens", "5").stdout.strip()
+
+
+def test_the_checks_of_a_device_pass_on_it(tmp_path):
+    (tmp_path / "checks.py").write_text(CHECKS)
+    results = run(str(tmp_path / "checks.py")).stdout.splitlines()
+    assert [line.split(maxsplit=1)[0] for line in results] == ["ok", "skipped", "ok", "skipped"], results
+
+
+CHECKS = """
+from hfgpt.distributed.device import default_device
+from hfgpt.planning import device_checks as checks
+assert default_device().type == "fake"
+for check in (checks.check_step, checks.check_half_precision, checks.check_dropout, checks.check_memory):
+    print(check(default_device()).line())
+"""

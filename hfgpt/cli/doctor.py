@@ -9,17 +9,21 @@ from typing import Any
 from hfgpt import __version__
 from hfgpt.cli.options import AsJson
 from hfgpt.cli.output import as_json, as_lines
+from hfgpt.errors import RunError
 
 PACKAGES = ("torch", "transformers", "accelerate", "datasets", "tokenizers", "safetensors")
 
 
 def doctor(is_json: AsJson = False) -> None:
-    """Show what this machine offers: device, precision, compiler, peak rate, versions.
+    """Show what this machine will do, and check that its device computes what it should.
+
+    Ends with exit code 1 if a check fails; each names what to do.
 
     Example: hfgpt doctor --json
     """
     from hfgpt.distributed import compiler, cpu, device_peaks
     from hfgpt.distributed import device as machine
+    from hfgpt.planning.device_checks import check_device
 
     device, threads = machine.default_device(), cpu.use_all_cores(1)
     precision = machine.choose_precision("auto", device)
@@ -43,11 +47,23 @@ def doctor(is_json: AsJson = False) -> None:
         "peak_measured_source": measured.source,
         "versions": versions,
     }
-    if is_json:
-        print(as_json(facts))
-    else:
+    if not is_json:
+        compiled = "compiled" if compilation.enabled else "not compiled"
+        print(
+            f"Runs on this machine train on {facts['device_name']} ({device.type}) in {precision.label} "
+            f"({precision.reason}), {compiled} ({compilation.reason}).\n"
+        )
         text = {
             "precision": precision.label,
             "versions": ", ".join(f"{name} {part}" for name, part in versions.items()),
         }
-        print(as_lines(facts | text))
+        print(as_lines(facts | text) + "\n", flush=True)
+    checks = []
+    for check in check_device(device, rated, measured):
+        checks.append(check)
+        if not is_json:
+            print(check.line(), flush=True)
+    if is_json:
+        print(as_json(facts | {"checks": [vars(check) for check in checks]}))
+    if failed := [check for check in checks if check.passed is False]:
+        raise RunError("; ".join(f"{check.name}: {check.fix}" for check in failed))

@@ -43,8 +43,7 @@ def _measure_once(device: torch.device, precision: str, *conditions: object) -> 
 
 def rated_device_peak(device: torch.device, precision: str) -> Peak | None:
     """Return `rated_peak` of this device."""
-    kind = device_kind(device)
-    return rated_peak(kind.name(device), precision, kind.multiprocessors(device))
+    return rated_peak(device_name(device), precision, device_kind(device).multiprocessors(device))
 
 
 def rated_peak(name: str, precision: str, multiprocessors: int | None = None) -> Peak | None:

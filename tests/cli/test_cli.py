@@ -182,15 +182,18 @@ def test_generate_prints_the_samples_of_the_library(monkeypatch, capsys, tmp_pat
 
 
 def test_doctor_prints_what_the_machine_offers(monkeypatch, capsys):
+    monkeypatch.setattr("hfgpt.planning.device_checks.VOCABULARY", 1000)
     monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
     threads = torch.get_num_threads()
     try:
         code, out, _ = command(monkeypatch, capsys, "doctor", "--json")
         facts = json.loads(out)
-        lines = command(monkeypatch, capsys, "doctor")[1].splitlines()
+        text = command(monkeypatch, capsys, "doctor")[1]
     finally:
         torch.set_num_threads(threads)
-    assert code == 0 and len(lines) == len(facts)
+    assert code == 0 and [check["name"] for check in facts["checks"] if check["passed"] is False] == []
+    assert text.startswith("Runs on this machine train on") and facts["device_name"] in text
+    assert all(f" {check['name']}: " in text for check in facts["checks"])
     assert facts["precision"] in ("bf16", "fp16", "no") and facts["precision_reason"]
     assert facts["torch_compile_reason"] and facts["device_name"]
     assert 1 <= facts["threads"] <= facts["cores"]
