@@ -1,4 +1,4 @@
-"""`PretrainConfig`: every setting of a run, checked in one go. config_layers.py merges recipe, files and flags."""
+"""`PretrainConfig`: every setting of a run, checked in one go. settings/layers.py merges recipe, files and flags."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
-from hfgpt.checkpointing.records import is_count
+from hfgpt.checkpointing.read_records import is_count
 from hfgpt.checkpointing.run_folder import RunFolder
 from hfgpt.config import PretrainConfig
 from hfgpt.data.document_stream import DocumentStream

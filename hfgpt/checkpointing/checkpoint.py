@@ -16,8 +16,8 @@ from typing import Any
 
 import xxhash
 
+from hfgpt.checkpointing.read_training_state import STATE, read_state
 from hfgpt.checkpointing.run_folder import BEST, LATEST, RunFolder, remove, write_json
-from hfgpt.checkpointing.training_state import STATE, read_state
 from hfgpt.errors import UserError
 from hfgpt.files import read_text_file
 

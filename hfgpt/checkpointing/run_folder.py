@@ -17,7 +17,7 @@
       .checkpoint-1000.tmp  a checkpoint while it is written
       abandoned-*           later checkpoints, set aside when the run resumed from an earlier one
 
-`checkpoint.py` writes and finds checkpoints, `state.py` knows their tensors, `training_state.py` their JSON.
+`checkpoint.py` writes and finds checkpoints, `state.py` knows their tensors, `read_training_state.py` reads their JSON.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from hfgpt.checkpointing.records import parse_record, read_records, with_time
+from hfgpt.checkpointing.read_records import parse_record, read_records, with_time
 from hfgpt.errors import UserError
 from hfgpt.files import read_text_file
 

@@ -20,8 +20,8 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import FSDPModule
 from transformers import GPT2Config, PreTrainedModel, PreTrainedTokenizerFast
 
+from hfgpt.checkpointing.read_training_state import STATE
 from hfgpt.checkpointing.run_folder import write_json
-from hfgpt.checkpointing.training_state import STATE
 from hfgpt.data.tokenization import save_tokenizer
 from hfgpt.distributed.fsdp2 import full_state_options
 from hfgpt.distributed.ranks import Ranks

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
 from hfgpt.data.encoding import Encoder
+from hfgpt.data.formats import format_of
 from hfgpt.data.permutation import hashes, permutation
 from hfgpt.data.sources import Source
 from hfgpt.data.stream import SHOWN_TOKENS, Decode, StepBatch, divisors, join_batches
@@ -194,7 +195,7 @@ class DocumentStream:
                 if wanted.isdisjoint(range(max(start, 0) // length, -(-stop // length))):
                     continue
                 file, place, *_ = self.source.units[unit]
-                part = {"row_group" if file.endswith(".parquet") else "from_byte": place, "row": row}
+                part = {format_of(file).UNIT_START: place, "row": row}
                 text = decode(run[max(start, 0) : min(stop, max(start, 0) + SHOWN_TOKENS)])
                 located.append({"file": file, **part, "epoch": epoch, "text": text, "goes_on": start < 0})
         return located

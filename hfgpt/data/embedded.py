@@ -17,6 +17,7 @@ import xxhash
 
 from hfgpt.data.units import Unit
 
+HAS_COLUMNS, UNIT_START = False, "from_byte"  # see `Format`
 NAME = "embedded"
 # Shorter docstrings say little.
 DOCSTRING_CHARACTERS = 80

@@ -16,7 +16,7 @@ import numpy as np
 
 from hfgpt.config import PretrainConfig
 from hfgpt.data import embedded
-from hfgpt.data.kinds import file_kind
+from hfgpt.data.formats import format_of
 from hfgpt.data.local_files import local_files, no_such_file
 from hfgpt.data.sources import Source, open_source, read_documents, text_hash
 from hfgpt.data.units import IN_MEMORY_BYTES, Unit, Unusable
@@ -93,7 +93,7 @@ def _open_eval_source(eval_dataset: str, source: Source, config: PretrainConfig)
         files = ([], []) if eval_dataset == embedded.NAME else local_files(eval_dataset)
         if files is None and "/" not in eval_dataset:
             raise no_such_file(eval_dataset)  # the name of a split, which local text does not have
-        if files and not any(file_kind(file) in ("lines", "parquet") for file in files[0]):
+        if files and not any(format_of(file).HAS_COLUMNS for file in files[0]):
             options["text_column"] = "text"  # the setting is for the training text
         return open_source(eval_dataset, **options)
     except UserError as error:

@@ -142,7 +142,7 @@ def open_source(
     found, fingerprint = local_files(dataset), {}
     if found is not None:
         files, notes = found
-        has_columns = any(file_kind(file) != "text" for file in files)
+        has_columns = any(format_of(file).HAS_COLUMNS for file in files)
         _refuse_meaningless_settings(dataset, name, split, revision, "text" if has_columns else text_column)
         label = f"{dataset} ({'; '.join(notes)})" if notes else dataset
     else:

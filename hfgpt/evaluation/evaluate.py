@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from hfgpt.checkpointing.training_state import STATE, read_state
+from hfgpt.checkpointing.read_training_state import STATE, read_state
 from hfgpt.distributed.compiler import choose_compile
 from hfgpt.distributed.device import device_name, start_accelerator
 from hfgpt.distributed.fsdp2 import take_fsdp_request

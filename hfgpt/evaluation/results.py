@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from hfgpt.checkpointing.checkpoint import MANIFEST, file_facts
+from hfgpt.checkpointing.read_training_state import STATE, read_state
 from hfgpt.checkpointing.run_folder import RunFolder
-from hfgpt.checkpointing.training_state import STATE, read_state
 from hfgpt.errors import UserError
 from hfgpt.files import read_text_file
 

@@ -17,8 +17,8 @@ from huggingface_hub.utils import disable_progress_bars, validate_repo_id
 from transformers import AutoTokenizer
 
 from hfgpt.checkpointing.checkpoint import MANIFEST
+from hfgpt.checkpointing.read_training_state import STATE, read_state
 from hfgpt.checkpointing.run_folder import RunFolder
-from hfgpt.checkpointing.training_state import STATE, read_state
 from hfgpt.config import PretrainConfig
 from hfgpt.data.remote import quiet_hub
 from hfgpt.errors import RunError, UserError, message, one_line

@@ -16,7 +16,7 @@ import numpy as np
 from transformers import AutoTokenizer
 
 from hfgpt.checkpointing.checkpoint import MANIFEST, MODEL_FILES, find_damage
-from hfgpt.checkpointing.training_state import STATE, read_state
+from hfgpt.checkpointing.read_training_state import STATE, read_state
 from hfgpt.config import PretrainConfig
 from hfgpt.data import prepare_data_of_run
 from hfgpt.errors import UserError

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from hfgpt.checkpointing.training_state import read_state
+from hfgpt.checkpointing.read_training_state import read_state
 from hfgpt.config import PretrainConfig
 from hfgpt.data.remote import model_files, pinned_name
 from hfgpt.data.tokenization import load_tokenizer

@@ -12,8 +12,8 @@ import torch
 from transformers import PreTrainedModel
 
 from hfgpt.checkpointing import state
+from hfgpt.checkpointing.read_training_state import changed_settings, read_state
 from hfgpt.checkpointing.run_folder import RunFolder
-from hfgpt.checkpointing.training_state import changed_settings, read_state
 from hfgpt.data import TextData
 from hfgpt.data.position import resumed_position
 from hfgpt.distributed.ranks import Ranks

@@ -14,9 +14,9 @@ import torch
 from transformers import TrainerCallback
 
 from hfgpt.checkpointing.checkpoint import find_checkpoint
+from hfgpt.checkpointing.read_training_state import read_state
 from hfgpt.checkpointing.run_folder import RunFolder
 from hfgpt.checkpointing.saver import Saver
-from hfgpt.checkpointing.training_state import read_state
 from hfgpt.config import PretrainConfig
 from hfgpt.data import TextData, prepare_data, prepare_data_of_run
 from hfgpt.data.loader import iterate

@@ -17,7 +17,7 @@ from running import records, trained
 from tampering import louder, rewrite, sealed
 
 from hfgpt.checkpointing import checkpoint
-from hfgpt.checkpointing.training_state import read_state
+from hfgpt.checkpointing.read_training_state import read_state
 from hfgpt.comparing import compare, read_runs
 from hfgpt.errors import UserError
 from hfgpt.evaluation.results import read_evaluations, record_evaluation

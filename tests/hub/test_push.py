@@ -24,7 +24,7 @@ from running import ALONE, ROOT, TINY, TWO, trained
 from tampering import edit, louder, rewrite, sealed
 
 from hfgpt.checkpointing import checkpoint
-from hfgpt.checkpointing.training_state import read_state
+from hfgpt.checkpointing.read_training_state import read_state
 from hfgpt.errors import RunError, UserError
 from hfgpt.hub import push as hub
 from hfgpt.hub.import_export import export

@@ -1,10 +1,12 @@
 """Readers of file formats.
 
-To add one, write a module with the two functions of `Format` and enter it in `FORMATS`. A new suffix also goes into
-`KINDS` and `KNOWN` in `hfgpt/data/kinds.py` (and out of `OTHER_KINDS`, if it is there).
+To add one, write a module with the members of `Format` and enter it in `FORMATS`. A new suffix also goes into `KINDS`
+and `KNOWN` in `hfgpt/data/kinds.py` (and out of `OTHER_KINDS`, if it is there); `hfgpt/data/heads.py` checks the first
+bytes of every file.
 
-A reader turns a file into units and a unit into rows. It knows nothing of documents that are held out, of shuffling,
-or of the order of a stream; those know units and rows alone, whatever their format.
+A reader splits a file into units, and a unit into rows. It knows nothing of held-out documents, shuffling, or the order
+of a stream; these see only units and rows. There are two exceptions: for a stream, `sources.py` splits plain text into
+more documents, and for tasks, `rows.py` reads whole rows of jsonl and parquet files.
 """
 
 from __future__ import annotations
@@ -20,7 +22,10 @@ from hfgpt.data.units import Unit
 
 
 class Format(Protocol):
-    """What `hfgpt.data` needs of a file format. Modules of this package have these functions."""
+    """What `hfgpt.data` needs of a file format. The modules of this package have these members."""
+
+    HAS_COLUMNS: bool  # whether `text_column` applies
+    UNIT_START: str  # what `Unit.start` is called in reports
 
     def find_units(self, file: str, head: FileHead, text_column: str) -> list[Unit]:
         """Return the parts of the file that can be read alone, in order. Raises BadFile if the file cannot be used."""

@@ -14,6 +14,7 @@ from hfgpt.data.heads import FileHead, no_column
 from hfgpt.data.kinds import BadFile
 from hfgpt.data.units import Unit, Unusable
 
+HAS_COLUMNS, UNIT_START = True, "from_byte"  # see `Format`
 SAMPLE_BYTES = 2**20
 REASONS: dict[type[Exception], str] = {
     UnicodeDecodeError: "invalid_utf8",

@@ -14,6 +14,7 @@ from hfgpt.data.heads import FileHead, no_column
 from hfgpt.data.kinds import BadFile
 from hfgpt.data.units import Unit
 
+HAS_COLUMNS, UNIT_START = True, "row_group"  # see `Format`
 # Footers are kept up to this size in all, as stored; each is fetched once as long as all fit.
 FOOTER_CACHE_BYTES = 128 * 2**20
 TEXT_TYPES = ("string", "large_string", "string_view", "binary", "large_binary", "binary_view")

@@ -10,6 +10,7 @@ from hfgpt.data.heads import FileHead
 from hfgpt.data.kinds import BadFile
 from hfgpt.data.units import IN_MEMORY_BYTES, Unit
 
+HAS_COLUMNS, UNIT_START = False, "from_byte"  # see `Format`
 DOCUMENT_CHARACTERS = 64 * 2**10
 # For a stream, text files are split into about STREAM_DOCUMENTS documents of at least SMALLEST_PIECE characters.
 STREAM_DOCUMENTS, SMALLEST_PIECE = 1024, 2**10

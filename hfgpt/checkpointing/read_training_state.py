@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from hfgpt.checkpointing.records import is_count
+from hfgpt.checkpointing.read_records import is_count
 from hfgpt.errors import UserError
 from hfgpt.files import read_text_file
 
