@@ -1,4 +1,4 @@
-"""`PretrainConfig`: every setting of a run, checked in one go. settings/layers.py merges recipe, files and flags."""
+"""`PretrainConfig`: every setting of a run, checked all at once. settings/layers.py merges recipe, files and flags."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ OF_THE_TEXT = ("dataset_name", "dataset_split", "dataset_revision", "text_column
 
 
 POSITIVE, NOT_NEGATIVE, FRACTION = "greater than 0", "0 or more", "at least 0 and below 1"
-# For numbers that are multiplied or divided in float32 on the device: no product or ratio of two overflows.
+# For numbers that are multiplied or divided in float32 on the device: the product or ratio of any two stays finite.
 SIZE, SIZE_OR_NONE = "from 1e-30 to 1e15", "0, or from 1e-30 to 1e15"
 SECONDS = "from 0.001 to 1e9"  # the range that clocks and timeouts accept
 WORKERS = "from 0 to 1024"
@@ -43,7 +43,7 @@ _RULES: dict[str, Callable[[Any], bool]] = {
     WORKERS: lambda value: 0 <= value <= 1024,
     NAME: bool,
 }
-MOST_CANDIDATES = 2**14  # sizes tried for the list of those that fit
+MOST_CANDIDATES = 2**14  # most sizes tried to find some that fit
 
 
 def _f(default: Any, help: str, must: str | None = None) -> Any:
@@ -62,26 +62,28 @@ class PretrainConfig:
     seed: int = _f(1337, "seed of the initial weights, the order of the text, and dropout", NOT_NEGATIVE)
     model: str | dict[str, Any] = _f(
         AUTO,
-        f"size ({', '.join(MODEL_SIZES)}), or GPT2Config fields, optionally on top of a size: {{size: ..}}; "
+        f"size ({', '.join(MODEL_SIZES)}), or GPT2Config fields, optionally based on a size: {{size: ..}}; "
         "auto: the model of init_from, or gpt2-125m",
     )
     init_from: str | None = _f(None, "weights to start from: GPT-2 folder, Hub id[@revision], or nanoGPT ckpt.pt", PATH)
     dataset: str = _f("embedded", "Hub id, local file, folder or glob (parquet, jsonl, txt), or embedded", PATH)
-    dataset_name: str | None = _f(None, "configuration of a Hub dataset, such as sample-10BT", NAME)
+    dataset_name: str | None = _f(None, "configuration (subset) of a Hub dataset, such as sample-10BT", NAME)
     dataset_split: str = _f("train", "split of a Hub dataset", NAME)
     dataset_revision: str | None = _f(None, "commit, tag or branch of a Hub dataset", NAME)
     text_column: str = _f("text", "column that holds the text", NAME)
     eval_dataset: str | None = _f(
-        None, "local path, or split of the Hub dataset; default: a held-out part of the text", PATH
+        None,
+        "text for evaluation: a local path, or a split of the Hub dataset; default: a held-out part of the text",
+        PATH,
     )
     tokenizer: str = _f(
         AUTO,
-        "Hub id or folder, char, or bpe-N (trained on the text, N entries); auto: that of init_from, or gpt2",
+        "Hub id or folder, char, or bpe-N (trained on the text, N entries); auto: the one of init_from, or gpt2",
         PATH,
     )
     streaming: bool | Auto = _f("auto", "stream documents, or load the text into memory; auto: by size")
     sequence_length: int = _f(1024, "tokens per sequence in training", POSITIVE)
-    tokens_per_step: int | None = _f(None, "target tokens in one step over all processes", POSITIVE)
+    tokens_per_step: int | None = _f(None, "target tokens per step, over all processes", POSITIVE)
     per_device_train_batch_size: int | Auto = _f(
         8, "micro-batch: sequences per forward pass on one process; auto: the fastest that fits", POSITIVE
     )
@@ -93,15 +95,15 @@ class PretrainConfig:
     max_tokens: int | None = _f(None, "length of the run, in target tokens", POSITIVE)
     num_train_epochs: float | None = _f(None, "length of the run, in passes over text that is in memory", SIZE)
     learning_rate: float = _f(6e-4, "peak learning rate", SIZE)
-    min_learning_rate: float | None = _f(
-        None, "learning rate at the end of the decay; default: a tenth of learning_rate"
-    )
+    min_learning_rate: float | None = _f(None, "final learning rate; default: a tenth of learning_rate")
     lr_scheduler_type: Schedule = _f("cosine_with_min_lr", "learning rate schedule")
     lr_schedule_on_resume: Literal["keep", "stretch"] = _f(
-        "keep", "if max_steps changed: keep the schedule, or stretch the rest of it to the new end"
+        "keep", "when a resume changes max_steps: keep the schedule, or stretch the rest of it to the new end"
     )
     warmup_steps: int = _f(0, "steps of linear warm-up", NOT_NEGATIVE)
-    weight_decay: float = _f(0.1, "for matrices and embeddings; biases and norms are not decayed", SIZE_OR_NONE)
+    weight_decay: float = _f(
+        0.1, "weight decay of matrices and embeddings; biases and norms are not decayed", SIZE_OR_NONE
+    )
     optim: Literal["adamw", "muon"] = _f("adamw", "muon: Muon for the matrices of the blocks, AdamW for the rest")
     muon_learning_rate: float | None = _f(None, "peak learning rate of muon; default: learning_rate", SIZE)
     adam_beta1: float = _f(0.9, "", FRACTION)
@@ -111,9 +113,11 @@ class PretrainConfig:
     mixed_precision: Literal["auto", "bf16", "fp16", "no"] = _f(
         "auto", "auto: the fastest precision that this device supports"
     )
-    torch_compile: bool | Auto = _f("auto", "auto: if there is a compiler and the run is long enough to pay for it")
+    torch_compile: bool | Auto = _f(
+        "auto", "auto: if there is a compiler and the run is long enough to repay compilation"
+    )
     document_masking: bool = _f(
-        False, "attend within documents only, and restart positions at each; GPT-2 does neither"
+        False, "attend only within a document, and restart positions at each document; GPT-2 does neither"
     )
     gradient_checkpointing: bool = _f(False, "recompute activations in the backward pass: less memory, slower")
     mfu_peak_tflops: float | None = _f(None, "dense peak of one device, for MFU; default: looked up or measured", SIZE)
@@ -121,22 +125,26 @@ class PretrainConfig:
     eval_steps: int = _f(250, "steps between evaluations, also after the last step; 0: never", NOT_NEGATIVE)
     eval_tokens: int | None = _f(None, "target tokens of an evaluation; default: all held-out text", POSITIVE)
     eval_train: bool = _f(False, "also evaluate on the same amount of training text: train_eval_loss")
-    early_stopping_patience: int | None = _f(None, "stop after this many evaluations without a better loss", POSITIVE)
+    early_stopping_patience: int | None = _f(
+        None, "stop after this many evaluations in a row without a better loss", POSITIVE
+    )
     sample_steps: int = _f(0, "steps between printed samples; 0: never", NOT_NEGATIVE)
     sample_prompt: str | None = _f(None, "prompt of the samples; default: the start of a document")
     save_steps: int = _f(1000, "steps between checkpoints, also after the last step; 0: only at the end", NOT_NEGATIVE)
-    save_best: bool = _f(False, "also save after each evaluation that is the best so far")
-    save_total_limit: int | None = _f(None, "checkpoints to keep; from 2 on, the best one is among them", POSITIVE)
-    max_failed_saves: int = _f(3, "failed checkpoints in a row (a full disk, say) that end the run", POSITIVE)
+    save_best: bool = _f(False, "also save after each evaluation with the best loss so far")
+    save_total_limit: int | None = _f(None, "checkpoints to keep; with 2 or more, the best one is among them", POSITIVE)
+    max_failed_saves: int = _f(
+        3, "end the run after this many failed checkpoints in a row (a full disk, say)", POSITIVE
+    )
     resume_from_checkpoint: str = _f("never", "checkpoint folder, latest (if there is one), or never", PATH)
     accept_changed_text: bool = _f(False, "resume even if text, tokenizer, seed or step size changed")
     on_bad_files: Literal["stop", "skip"] = _f(
         "stop", "for a file that cannot be read: end the run, or skip the file and count it"
     )
-    stream_timeout: float = _f(900.0, "seconds that reading is retried before the run saves and ends", SECONDS)
-    dataloader_num_workers: int = _f(1, "processes that read and tokenise streamed text in advance", WORKERS)
-    ddp_timeout: float = _f(1800.0, "seconds to wait for a process that does not answer before the run ends", SECONDS)
-    report: bool = _f(True, "write report.html, a page with the curves, at each save and at the end")
+    stream_timeout: float = _f(900.0, "seconds to retry reading before the run saves and ends", SECONDS)
+    dataloader_num_workers: int = _f(1, "processes that read and tokenize streamed text in advance", WORKERS)
+    ddp_timeout: float = _f(1800.0, "seconds to wait for an unresponsive process before the run ends", SECONDS)
+    report: bool = _f(True, "write report.html, a page with the loss curves, at each save and at the end")
     report_to: str = _f(
         "none",
         "trackers, comma-separated: tensorboard, wandb, trackio, mlflow or another that transformers knows; all: those "
@@ -149,7 +157,7 @@ class PretrainConfig:
     hub_license: str | None = _f(None, "license for the model card, such as apache-2.0", NAME)
     hub_language: str | None = _f(None, "languages for the model card, comma-separated, such as en", NAME)
 
-    # Keys that the user set (None: all of them), and the recipe's values that were replaced because of them.
+    # Keys that the user set (None: all keys), and recipe values that were replaced because they conflicted with them.
     stated: ClassVar[frozenset[str] | None] = None
     gave_way: ClassVar[dict[str, GaveWay]] = {}
 
@@ -222,7 +230,7 @@ class PretrainConfig:
         return self.stated is None or key in self.stated
 
     def without(self, error: UserError) -> PretrainConfig:
-        """Replace the recipe's value that `error` names by the library's default; raise `error` if it names none."""
+        """Replace the recipe's value that `error` names with the library's default; raise `error` if it names none."""
         key = re.split(r"\W", str(error), maxsplit=1)[0]
         if key not in OF_THE_TEXT or self.is_stated(key):
             raise error
@@ -234,7 +242,7 @@ class PretrainConfig:
         return new
 
     def with_facts(self, **facts: Any) -> PretrainConfig:
-        """Add `facts` as if the user had set them: recipe values that conflict with them are replaced."""
+        """Add `facts` as if the user had set them, replacing recipe values that conflict with them."""
         if self.stated is None:
             return dataclasses.replace(self, **facts)
         values = self.to_dict()
@@ -246,12 +254,12 @@ class PretrainConfig:
 
     @classmethod
     def of_run(cls, settings: dict[str, Any]) -> PretrainConfig:
-        """Read the recorded settings of a run, without the split of its steps, which depends on the processes."""
+        """Read a run's recorded settings, except how its steps are split, which depends on the number of processes."""
         unsplit = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": None, "tokens_per_step": None}
         return cls.from_layers(settings, unsplit)
 
     def batch(self, processes: int) -> Batch:
-        """Split one step over `processes`. With an "auto" micro-batch, the split has micro-batches of one block.
+        """Split one step over `processes`, with micro-batches of one block if the micro-batch is "auto".
 
         Raises UserError, with a list of sizes that fit, if the step cannot be split evenly.
         """
@@ -303,7 +311,7 @@ class PretrainConfig:
         return 0.1 * self.learning_rate if self.min_learning_rate is None else self.min_learning_rate
 
     def hub_repo_id(self) -> str:
-        """Return the repository to push to: user/name, or only a name for the account of the token."""
+        """Return the repository to push to: user/name, or only a name, which is under the account of the token."""
         return self.hub_model_id or Path(self.output_dir).name
 
     def to_dict(self) -> dict[str, Any]:
@@ -313,7 +321,7 @@ class PretrainConfig:
         problems = []
         for spec in dataclasses.fields(self):
             must, value = spec.metadata["must"], getattr(self, spec.name)
-            is_checked = value is not None and isinstance(value, str) == (must == NAME)  # "auto" is no number
+            is_checked = value is not None and isinstance(value, str) == (must == NAME)  # "auto" is not a number
             if must not in (None, PATH) and is_checked and not _RULES[must](value):
                 problems.append(f"{spec.name}={value}: must be {must}")
         sizes_fine = not problems
@@ -322,11 +330,11 @@ class PretrainConfig:
         )
 
     def _find_conflicts(self, unreadable: set[str], sizes_fine: bool) -> list[str]:
-        """Find settings that do not go together."""
+        """Find settings that contradict each other."""
         problems = []
         lengths = [key for key in LENGTHS if getattr(self, key) is not None]
         if len(lengths) != 1 and unreadable.isdisjoint(LENGTHS):
-            few = f"nothing given: set the length of the run by one of {', '.join(LENGTHS)}"
+            few = f"no length is given: set one of {', '.join(LENGTHS)}"
             every = "both" if len(lengths) == 2 else "all"
             problems.append(f"{enumerated(lengths)} are {every} given; keep one" if lengths else few)
         if self.min_learning_rate is not None:
@@ -367,7 +375,7 @@ class PretrainConfig:
         return problems
 
     def _find_size_problems(self, unreadable: set[str], sizes_fine: bool) -> list[str]:
-        """Find sizes that do not fit the model, or the number of processes."""
+        """Find sizes that do not fit the model or the number of processes."""
         problems: list[str] = []
         try:
             n_positions = math.inf if self.model == AUTO else model_fields(self.model).get("n_positions", 1024)

@@ -1,4 +1,4 @@
-"""Exceptions whose message is all that a user needs; they are shown without a traceback."""
+"""Exceptions whose message tells a user all they need; they are shown without a traceback."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 class UserError(ValueError):
-    """Wrong use: a key, a file or a text that cannot work. Exit code 2.
+    """Wrong use: a setting, a file or a text that cannot work. Exit code 2.
 
     Each of `problems` is one line that names the key, its value, and the fix.
     """

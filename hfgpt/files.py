@@ -1,4 +1,4 @@
-"""Names of files as users give them, and text of files that may be anything."""
+"""Paths as users type them, and safe reading of files that may not be text."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pathlib import Path
 
 
 def local_path(text: str) -> str:
-    """Replace `~` and `$NAME` as a shell does. Raises ValueError, which says why, if that cannot name a file.
+    """Expand `~` and `$NAME` as a shell does. Raises ValueError with the reason if the result cannot be a path.
 
-    A file whose name really has these characters is found by it.
+    A file whose name really contains these characters is found under that name.
     """
     try:
         text.encode()
@@ -25,7 +25,7 @@ def local_path(text: str) -> str:
         if unset := re.search(r"\$\{?([A-Za-z_]\w*)", found):
             raise ValueError(f"the environment has no variable {unset[1]}; set it, or write the path out")
         if found.startswith("~"):
-            raise ValueError("there is no home folder of that name; write the path out")
+            raise ValueError("there is no home folder with that name; write the path out")
     try:
         os.stat(found)
     except (FileNotFoundError, NotADirectoryError):
@@ -36,12 +36,12 @@ def local_path(text: str) -> str:
 
 
 def read_text_file(path: Path) -> str:
-    """Read a regular file: a pipe might never end. Raises OSError, or ValueError if it is not UTF-8."""
+    """Read a regular file (a pipe might never end). Raises OSError, or ValueError if it is not UTF-8."""
     if path.exists() and not path.is_file():
         raise OSError(errno.EINVAL, "it is not a regular file", str(path))
     return path.read_text(encoding="utf-8")
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Return whether a folder has the files of a tokenizer."""
+    """Return whether a folder contains a tokenizer."""
     return any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json"))

@@ -1,4 +1,4 @@
-"""Network calls that are retried while the connection or the server is failing."""
+"""Retry network calls while the connection or the server fails."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ def retry(
     try_seconds: float | None = None,
     longest_pause_seconds: float = math.inf,
 ) -> T:
-    """Call until it succeeds, with growing pauses between the tries, and for at most `patience_seconds` in all.
+    """Call until it succeeds, with growing pauses between tries, for at most `patience_seconds` in total.
 
-    The Hub client repeats single requests by itself, a few times; this repeats a whole piece of work, for minutes. A
-    server that asks for a longer pause gets it, but one more try always fits in before the patience ends.
+    The Hub client retries single requests a few times by itself; this retries a whole piece of work, for minutes. If a
+    server asks for a longer pause, it gets one, but there is always one more try before the patience ends.
 
     Args:
         failure: what has failed, for the error: "a.parquet could not be read".
         patience_seconds: 0 allows one try of any length.
         on_retry: called before a pause with the error, failed tries, seconds since the start and seconds of the pause.
         should_retry: `is_temporary` by default; other errors are raised at once.
-        try_seconds: limit for one try, instead of what is left of the patience.
+        try_seconds: limit for one try; default: the rest of the patience.
 
     Raises RunError when the patience or the tries are used up; its cause is the last error.
     """
@@ -49,7 +49,7 @@ def retry(
         try:
             with deadline(try_seconds or left, shown_seconds=try_seconds or patience_seconds):
                 return call()
-        except (UserError, RunError):  # a final answer, though a fault of the network may have caused it
+        except (UserError, RunError):  # final, although a network failure may have caused it
             raise
         except Exception as error:
             if not (should_retry or is_temporary)(error):
@@ -69,10 +69,10 @@ def retry(
 
 @contextlib.contextmanager
 def deadline(seconds: float, shown_seconds: float | None = None) -> Iterator[None]:
-    """Raise TimeoutError inside if it takes longer than `seconds`.
+    """Raise TimeoutError if the code inside takes longer than `seconds`.
 
-    This also catches a slow trickle of bytes that never trips a client's own timeout. 0 means no limit, and a thread
-    other than the main one has none.
+    This also catches a slow trickle of bytes that never trips a client's own timeout. There is no limit if `seconds`
+    is 0, or outside of the main thread.
     """
     if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
         yield
@@ -94,7 +94,7 @@ def deadline(seconds: float, shown_seconds: float | None = None) -> Iterator[Non
 
 
 def is_temporary(error: BaseException) -> bool:
-    """Return whether an error, or one of its causes, is a fault of the network or of a busy server."""
+    """Return whether an error, or one of its causes, comes from the network or a busy server."""
     for cause in causes(error):
         status = getattr(getattr(cause, "response", None), "status_code", None)
         if status is not None:
@@ -102,11 +102,11 @@ def is_temporary(error: BaseException) -> bool:
         # By name, as the Hub client has changed its HTTP package, whose errors are not OSErrors.
         if isinstance(cause, ConnectionError | TimeoutError) or "TransportError" in _class_names(cause):
             return True
-    return type(error) is OSError and error.errno is None  # a transfer that was too short
+    return type(error) is OSError and error.errno is None  # an incomplete transfer
 
 
 def requested_pause(error: BaseException) -> float:
-    """Return the seconds that a server asks to be left alone, by its headers RateLimit or Retry-After."""
+    """Return how many seconds a server asks clients to wait, by its headers RateLimit or Retry-After."""
     from huggingface_hub.utils import parse_ratelimit_headers  # late: takes time to import
 
     for cause in causes(error):

@@ -21,7 +21,7 @@ from hfgpt.errors import UserError
 from hfgpt.files import read_text_file
 from hfgpt.messages.formats import counted, shown
 
-RESTORE = "restore the file from a copy, as nothing else holds what was in it"
+RESTORE = "restore the file from a copy, as its content is stored nowhere else"
 LEAKED = "of the validation text were trained on"
 
 

@@ -63,13 +63,13 @@ def write_folder(final: Path, write: Callable[[Path], None]) -> None:
         os.rename(_write_temporary(final.absolute(), write), final)
         _sync(final.absolute().parent)
     except OSError as error:
-        raise UserError(f"{final}: {error.strerror or error}; name a folder that can be written") from error
+        raise UserError(f"{final}: {error.strerror or error}; choose a folder that can be written") from error
 
 
 def refuse_existing(folder: Path) -> None:
     """Raise UserError if there is a file, folder or link of that name."""
     if os.path.lexists(folder):
-        raise UserError(f"{folder}: exists already, and nothing is overwritten; name a new folder")
+        raise UserError(f"{folder}: already exists, and nothing is overwritten; choose a new folder")
 
 
 def _write_temporary(final: Path, write: Callable[[Path], None]) -> Path:
@@ -191,7 +191,7 @@ def find_checkpoint(run: RunFolder, wanted: str) -> Path | None:
         if run.holds_run():
             raise UserError(
                 f"output_dir={run.path} already holds a run; continue it with --resume_from_checkpoint latest, or "
-                "name another output_dir"
+                "choose another output_dir"
             )
         return None
     folder = Path(wanted)
@@ -202,12 +202,12 @@ def find_checkpoint(run: RunFolder, wanted: str) -> Path | None:
         if (folder / "run.json").exists():
             damage = "it is a run folder, not a checkpoint"
         elif (folder / "config.json").exists() and not (folder / STATE).exists():
-            damage = "it holds only a model, from which --init_from starts a run"
+            damage = "it contains only a model, from which --init_from starts a run"
         raise UserError(f"resume_from_checkpoint={wanted}: {damage}; name another one, or use latest")
     if run.holds_run() and folder.resolve().parent != run.path.resolve():
         raise UserError(
             f"output_dir={run.path} already holds a run other than that of resume_from_checkpoint={wanted}; "
-            "name another output_dir"
+            "choose another output_dir"
         )
     return folder
 

@@ -64,7 +64,7 @@ def read_state(folder: Path, name: str) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         wrong = [f"{type(error).__name__}: {error}"]
     if wrong:
-        raise UserError(f"{path} is not as this version writes it ({', '.join(wrong)}); take another checkpoint")
+        raise UserError(f"{path} is not as this version writes it ({', '.join(wrong)}); use another checkpoint")
     return state
 
 

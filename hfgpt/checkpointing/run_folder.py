@@ -147,7 +147,7 @@ class RunFolder:
             raise self._not_writable(f"{existing} is not a folder, or cannot be written")
 
     def _not_writable(self, problem: str | None) -> UserError:
-        return UserError(f"output_dir={self.path}: {problem}; name a folder that can be written")
+        return UserError(f"output_dir={self.path}: {problem}; choose a folder that can be written")
 
     def check_free(self) -> None:
         """Raise UserError if another process trains in the folder; writes nothing."""
@@ -186,7 +186,7 @@ class RunFolder:
             holder = self._lock.read().decode() or "another process"
             self.close()
             raise UserError(
-                f"output_dir={self.path}: another run is using it ({holder}); name another folder, or stop that run"
+                f"output_dir={self.path}: another run is using it ({holder}); choose another folder, or stop that run"
             ) from None
         except OSError as error:  # not every file system has locks
             logger.warning("%s cannot be locked (%s): do not start a second run in it", self.path, error.strerror)

@@ -99,7 +99,7 @@ def check_model(folder: Path, model: GPT2Config) -> None:
     try:
         saved = json.loads(read_text_file(folder / "config.json"))
     except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{where}: cannot be read ({error}); take another one") from error
+        raise UserError(f"{where}: cannot be read ({error}); use another one") from error
     saved, ours = saved if isinstance(saved, dict) else {}, model.to_dict()
     if changed := [key for key in ARCHITECTURE_FIELDS if saved.get(key) != ours[key]]:
         values = (f"model.{key}: {saved.get(key)} there, {ours[key]} here" for key in changed)
@@ -116,13 +116,13 @@ def _read_tensors(folder: Path, model: PreTrainedModel, state: dict[str, Tensors
         weights = to_parameter_names(load_file(folder / "model.safetensors"))
         moments = load_file(folder / STATE / "optimizer.safetensors")
     except (OSError, ValueError, RecursionError, SafetensorError) as error:
-        raise UserError(f"{where}: cannot be read ({error}); take another one") from error
+        raise UserError(f"{where}: cannot be read ({error}); use another one") from error
     if differing := _find_differing(weights, dict(model.named_parameters())):
-        raise UserError(f"{where}: parameters differ from the model's: {differing}; take another one")
+        raise UserError(f"{where}: parameters differ from the model's: {differing}; use another one")
     if differing := _find_differing(moments, _flat(state)):
-        raise UserError(f"{where}: it holds the state of another optimizer ({differing} differ)")
+        raise UserError(f"{where}: it contains the state of another optimizer ({differing} differ)")
     if not all(value.isfinite().all() for value in [*weights.values(), *moments.values()]):
-        raise UserError(f"{where}: holds values that are not finite; take another one")
+        raise UserError(f"{where}: contains NaN or infinity; use another one")
     optimizer = {name: {key: moments[f"{key}.{name}"] for key in values} for name, values in state.items()}
     return {"weights": weights, "optimizer": optimizer}
 

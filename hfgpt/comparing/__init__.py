@@ -1,4 +1,4 @@
-"""Compare runs: what differs, how fast and how far they are, loss at equal steps, tokens, FLOPs and seconds."""
+"""Compare runs: settings that differ, speed, progress, and loss at equal steps, tokens, FLOPs and seconds."""
 
 from hfgpt.comparing.comparison import compare
 from hfgpt.comparing.reading import read_runs

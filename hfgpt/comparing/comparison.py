@@ -1,4 +1,4 @@
-"""The comparison of runs as one JSON object, from which the report is made."""
+"""Compare runs: one JSON object with all values and verdicts, from which the report is built."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ from typing import Any
 from hfgpt.comparing import statistics
 from hfgpt.comparing.pairs import AXES, compare_pair, same_step_is_same_place
 from hfgpt.comparing.runs import PastRun, number
+from hfgpt.messages.formats import counted
 from hfgpt.model.flops import mfu
 
 
 def compare(runs: Sequence[PastRun], all_pairs: bool = False) -> dict[str, Any]:
-    """Return all values and verdicts as one JSON object; what is not known is None.
+    """Return all values and verdicts as one JSON object; unknown values are None.
 
     Keys: runs, settings_that_differ, mfu_against, equal (per axis: the point that all runs reach, and their losses
-    there), pairs (the first run with each other, or `all_pairs`: same tokens, comparable or not, gaps with bands,
-    speed, verdicts), notes.
+    there), pairs (each run against the first, or every pair with `all_pairs`: same tokens, comparable or not, gaps with
+    bands, speed, verdicts), notes.
     """
     compared = list(itertools.combinations(runs, 2)) if all_pairs else [(runs[0], other) for other in runs[1:]]
     pairs = [compare_pair(a, b) for a, b in compared]
-    # The first run and those that saw its tokens: they are compared at the steps that all of them recorded.
+    # The first run and those that saw the same tokens are compared at the steps that all of them recorded.
     same = [b for (a, b), pair in zip(compared, pairs, strict=True) if a is runs[0] and pair["same_tokens"]["equal"]]
     alike = [runs[0], *same]
     against = mfu_against(runs)
@@ -38,15 +39,15 @@ def compare(runs: Sequence[PastRun], all_pairs: bool = False) -> dict[str, Any]:
         "pairs": pairs,
         "notes": [
             *(f"{run.name}: {note}" for run in runs for note in (*run.notes, *_not_finite(run))),
-            *(f"{name}: an MFU above 1 means that the peak is that of a slower device, or wrong" for name in too_high),
+            *(f"{name}: an MFU above 1 means that the peak is wrong, or that of a slower device" for name in too_high),
         ],
     }
 
 
 def summarize(run: PastRun, alike: Sequence[PastRun]) -> dict[str, Any]:
-    """Return what is known of one run; the training loss at the end is a mean (see `statistics.window_start`).
+    """Return what is known about one run; its final training loss is a mean (see `statistics.window_start`).
 
-    alike: runs on the same tokens; if they end at the same step, the mean is over steps that all of them recorded.
+    alike: runs on the same tokens; if they end at the same step, the mean is over the steps that all of them recorded.
     """
     summary: dict[str, Any] = {
         key: getattr(run, key) for key in ("name", "path", "kind", "state", "device", "flops_per_token")
@@ -58,7 +59,9 @@ def summarize(run: PastRun, alike: Sequence[PastRun]) -> dict[str, Any]:
     summary |= {key: run.newest(key) for key in ("peak_tflops", "peak_source")}
     events = Counter(str(event.get("event")) for event in run.events)
     micro_batch_seconds = None
-    if summary["step_seconds"] and summary["accumulation"] and "oom_retry" not in events:  # else of two sizes
+    if (
+        summary["step_seconds"] and summary["accumulation"] and "oom_retry" not in events
+    ):  # otherwise steps of two sizes
         micro_batch_seconds = summary["step_seconds"] / summary["accumulation"]
     last = (run.training or run.evaluations or [{}])[-1]
     return summary | {
@@ -112,12 +115,14 @@ def _not_finite(run: PastRun) -> list[str]:
             f"the loss is not finite in {len(steps)} records from step {min(steps)} on{last}; these are skipped"
         )
     if skipped := [event.get("step") for event in run.events if event.get("event") == "skip_step"]:
-        notes.append(f"training skipped steps that were not finite: {len(skipped)}, the first is step {skipped[0]}")
+        notes.append(
+            f"training skipped {counted(len(skipped), 'step')}, first {skipped[0]}: loss or gradient was not finite"
+        )
     return notes
 
 
 def settings_that_differ(runs: Sequence[PastRun]) -> dict[str, dict[str, Any]]:
-    """Return setting -> run -> value, for settings that are known of at least two runs and differ."""
+    """Return setting -> run -> value, for settings that differ and are known for at least two runs."""
     found = {}
     for key in dict.fromkeys(key for run in runs for key in run.settings):
         values = {run.name: run.settings[key] for run in runs if key in run.settings}
@@ -127,7 +132,7 @@ def settings_that_differ(runs: Sequence[PastRun]) -> dict[str, dict[str, Any]]:
 
 
 def mfu_against(runs: Sequence[PastRun]) -> list[dict[str, Any]]:
-    """Return the MFU of every run, by its median speed, against every peak that a run names."""
+    """Return the MFU of every run, from its median speed, relative to every peak that any run states."""
     peaks = dict.fromkeys((run.newest("peak_tflops"), run.newest("peak_source")) for run in runs)
 
     def of_run(run: PastRun, tflops: float) -> float | None:
@@ -144,9 +149,9 @@ def mfu_against(runs: Sequence[PastRun]) -> list[dict[str, Any]]:
 
 
 def at_equal(runs: Sequence[PastRun], axis: str, alike: Sequence[PastRun]) -> dict[str, Any] | None:
-    """Return the point of `axis` that all runs reach, and each run's losses there; None if a run lacks the axis.
+    """Return the last point of `axis` that all runs reach, and each run's losses there; None if a run lacks the axis.
 
-    alike: runs on the same tokens; only steps that all of them recorded count, as in `compare_pair`.
+    alike: runs on the same tokens; only steps that all of them recorded are used, as in `compare_pair`.
     """
     ends = [end for run in runs if (end := run.reach(axis)) is not None]
     if len(ends) < len(runs):

@@ -1,4 +1,4 @@
-"""Derive what a console log does not print: tokens, seconds, speed, processes, the size of the model."""
+"""Derive what a console log does not print: tokens, seconds, speed, processes, and model size."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import numpy as np
 
 from hfgpt.comparing.runs import PastRun, count
 
-# nanoGPT divides by the bf16 rate of this card on every device.
+# nanoGPT divides by this card's bf16 rate on every device.
 NANOGPT_PEAK_TFLOPS = 312.0
 NANOGPT_PEAK_SOURCE = "nanoGPT's constant: an A100 in bf16"
-# Layers and width of GPT-2's sizes, which nanoGPT takes as `init_from`.
+# Layers and width of the GPT-2 sizes that nanoGPT accepts as `init_from`.
 _GPT2 = {"gpt2": (12, 768), "gpt2-medium": (24, 1024), "gpt2-large": (36, 1280), "gpt2-xl": (48, 1600)}
 
 
@@ -18,9 +18,9 @@ def derive(run: PastRun, tokens_per_step: int | None) -> None:
     plan = run.plan
     stated = plan.setdefault("tokens_per_step", tokens_per_step)
     if stated is None:
-        run.notes.append("tokens per step are not in the log: state --tokens_per_step to compare by tokens and speed")
+        run.notes.append("tokens per step are not in the log; set --tokens_per_step to compare by tokens and speed")
     elif tokens_per_step not in (None, stated):
-        run.notes.append(f"the log says {stated:,} tokens per step; the {tokens_per_step:,} of the flag are not used")
+        run.notes.append(f"the log states {stated:,} tokens per step; {tokens_per_step:,} from the flag is not used")
     plan["micro_batch"] = count(run.settings.get("per_device_train_batch_size"))
     plan["sequence_length"] = count(run.settings.get("sequence_length"))
     if stated:
@@ -30,7 +30,7 @@ def derive(run: PastRun, tokens_per_step: int | None) -> None:
         if len(changes) > 1:
             later = ", ".join(f"{tokens:,} from step {step + 1} on" for step, tokens in changes[1:])
             run.notes.append(f"its step had {stated:,} tokens, and {later}")
-        if plan["micro_batch"] and plan["sequence_length"]:  # over all processes, which a log does not have
+        if plan["micro_batch"] and plan["sequence_length"]:  # over all processes, which a log does not show
             plan["accumulation"] = stated // (plan["micro_batch"] * plan["sequence_length"]) or None
     _add_size(run)
     _add_times(run)
@@ -38,7 +38,7 @@ def derive(run: PastRun, tokens_per_step: int | None) -> None:
 
 
 def _use_mfu(run: PastRun) -> None:
-    """Derive FLOPs per token from the MFU or, if they are known, the number of processes: MFU is that of one."""
+    """Derive FLOPs per token from the MFU, or the number of processes if FLOPs are known: the MFU is that of one."""
     stated, plan = run.tokens_per_step, run.plan
     known = [(r["mfu"], r["step_seconds"]) for r in run.training if r.get("mfu") and r.get("step_seconds")]
     if not known or not stated:
@@ -46,7 +46,7 @@ def _use_mfu(run: PastRun) -> None:
     flops = float(np.median([mfu * NANOGPT_PEAK_TFLOPS * 1e12 * seconds / stated for mfu, seconds in known]))
     if run.flops_per_token is None:
         run.flops_per_token = flops
-        run.notes.append("FLOPs per token follow from its MFU and times, for one device")
+        run.notes.append("FLOPs per token are derived from its MFU and times, for one device")
         return
     processes = round(run.flops_per_token / flops)
     if processes > 1 and abs(run.flops_per_token / flops / processes - 1) < 0.1:
@@ -57,16 +57,16 @@ def _use_mfu(run: PastRun) -> None:
 
 
 def _tokens_at(step: int, changes: list[tuple[int, int]]) -> int:
-    """Return the tokens seen after `step`; changes: (step, tokens of each step after it), rising."""
+    """Return the tokens seen after `step`; changes: (step, tokens per step after it), in rising order."""
     ends = [start for start, _ in changes[1:]] + [step]
     return sum(max(0, min(end, step) - start) * tokens for (start, tokens), end in zip(changes, ends, strict=True))
 
 
 def _add_size(run: PastRun) -> None:
-    """Add parameters and FLOPs per token, all from one count, or None: exact where log and settings determine it.
+    """Add the numbers of parameters and FLOPs per token where log and settings determine them exactly, else None.
 
     nanoGPT prints the exact numbers of parameters in decayed and other tensors, and the number without positions
-    rounded to 10,000. Whether it has biases is not always printed.
+    rounded to 10,000. It does not always print whether the model has biases.
     """
     model = run.model
     decayed, others = model.pop("decayed", None), model.pop("not_decayed", None)
@@ -83,11 +83,11 @@ def _add_size(run: PastRun) -> None:
     L, C = count(model.get("n_layer", layers)), count(model.get("n_embd", width))
     T = T if T is not None or "sequence_length" in run.settings else 1024  # nanoGPT's own
     V = count(model.get("vocab_size"))
-    possible = []  # numbers of parameters without positions that agree with what was printed
+    possible = []  # numbers of parameters without positions that match what was printed
     if L and C and T:
         blocks, norms = 12 * L * C * C, (2 * L + 1) * C
         rows = V if decayed is None else (decayed - T * C - blocks) / C
-        for vectors in (norms, 2 * norms + 9 * L * C):  # without biases, and with them
+        for vectors in (norms, 2 * norms + 9 * L * C):  # without and with biases
             if rows is None or rows != int(rows) or rows < 1 or V not in (None, rows):
                 continue
             without = int(rows) * C + blocks + vectors

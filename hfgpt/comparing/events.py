@@ -1,4 +1,4 @@
-"""What happened to runs, as lines of a report and as marks in its plots."""
+"""Events of runs, such as resumes and failures, as lines of a report and marks in its plots."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MOST_MARKS, _MOST_IN_MARK = 60, 5
 
 
 class Mark(NamedTuple):
-    """Events at one place of a plot. is_fault: one of them is more than a resume."""
+    """Events at one position in a plot. is_fault: at least one is not just a resume."""
 
     at: float
     lines: list[str]
@@ -23,7 +23,7 @@ class Mark(NamedTuple):
 
 
 def event_lines(run: PastRun) -> list[str]:
-    """Return a line for each remarkable event, as far as they are few."""
+    """Return a line for each notable event, up to a limit."""
     lines = [f"{run.name}: {describe_event(event)}" for event in run.events if event["event"] not in _UNREMARKABLE]
     more = len(lines) - _MOST_LINES
     return lines[:_MOST_LINES] + ([f"{run.name}: {more} more events"] if more > 0 else [])
@@ -38,7 +38,7 @@ def describe_event(event: dict[str, Any]) -> str:
 
 
 def marks_of(runs: Sequence[PastRun], axis: str, start: float, end: float) -> list[Mark]:
-    """Return the events that a curve may show, by their place on `axis`; neighbours share a mark."""
+    """Return the events to mark on a curve, by position on `axis`; neighbors share a mark."""
     found: dict[int, list[tuple[float, str, bool]]] = {}
     for run in runs:
         events = [event for event in run.events if event["event"] in _ON_PLOTS or event.get("fault")]

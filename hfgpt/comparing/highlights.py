@@ -1,4 +1,4 @@
-"""What a report shows first of each run: its size, how far it came, its losses, hardware and date."""
+"""The card at the top of a report for each run: its size, progress, losses, hardware and date."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Sample(NamedTuple):
 
 
 class RunCard(NamedTuple):
-    """What a report shows first of a run. samples: the newest first."""
+    """A short summary of a run for the top of a report. samples: newest first."""
 
     name: str
     state: str
@@ -61,7 +61,7 @@ def _length(summary: dict[str, Any]) -> Highlight:
 
 
 def _losses(summary: dict[str, Any]) -> list[Highlight]:
-    """Return the last evaluation, or else the training loss at the end."""
+    """Return the last evaluation, or else the final training loss."""
     loss, where = number(summary["eval_loss"]), f"held-out text, step {summary['eval_step'] or 0:,}"
     perplexity = summary["eval_perplexity"]
     if loss is None:
@@ -98,7 +98,7 @@ def _precision(run: PastRun) -> str:
 
 
 def date(seconds: float) -> str:
-    """Return the time of a clock as a date in UTC; empty for a time that no clock shows."""
+    """Return a Unix time as a date in UTC; empty for an impossible time."""
     try:
         moment = datetime.datetime.fromtimestamp(seconds, datetime.timezone.utc)
     except (OverflowError, ValueError, OSError):
@@ -107,7 +107,7 @@ def date(seconds: float) -> str:
 
 
 def _samples(run: PastRun) -> list[Sample]:
-    """Return the samples of a run, evenly spread over it, the newest first."""
+    """Return samples spread evenly over the run, newest first."""
     found = [
         Sample(event["step"], str(event.get("prompt") or ""), str(event.get("text") or ""))
         for event in reversed(run.events)

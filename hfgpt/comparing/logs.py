@@ -20,10 +20,10 @@ _ITER = re.compile(
 )
 _STEP = re.compile(rf"\bstep\s+(\d+)\s*:\s*train\s+loss\s+{_NUMBER}\s*,?\s*val\s+loss\s+{_NUMBER}", re.I)
 _LLMC = re.compile(rf"^\s*s:(\d+)\s+(trl|tel):{_NUMBER}(?:\s+lr:{_NUMBER})?(?:\s+norm:{_NUMBER})?")
-# A line of a configuration file, which is Python, or a value from the command line, which is plain text.
+# A line of a configuration file (Python), or a value from the command line (plain text).
 _SETTING = re.compile(r"^(?P<overriding>Overriding:\s*)?(?P<name>[a-z]\w*)\s*=\s*(?P<value>[^=\s].*)$")
-_TERMINAL_CODES = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")  # colours, cursor moves
-_RANK = re.compile(r"^\s*\[(?:rank|default)\d+\]:\s?")  # as torchrun puts it before each line
+_TERMINAL_CODES = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")  # colors, cursor moves
+_RANK = re.compile(r"^\s*\[(?:rank|default)\d+\]:\s?")  # torchrun's prefix of each line
 _HEADERS = {
     "tokens_per_step": re.compile(r"tokens per iteration will be:\s*([\d,]+)"),
     "parameters_without_positions": re.compile(r"number of parameters:\s*([\d.,]+\s*[KMB]?)"),
@@ -49,22 +49,22 @@ _OPERATORS: dict[type, Callable[[float, float], float]] = {
 
 
 def read_log(path: Path, tokens_per_step: int | None = None) -> PastRun:
-    """Read a run from a log file. Raises UserError if no line of it is understood.
+    """Read a run from a log file. Raises UserError if no line of it is recognized.
 
-    tokens_per_step: used if the log does not have it (`tokens per iteration will be: N`).
+    tokens_per_step: used if the log does not state it (`tokens per iteration will be: N`).
 
-    The scripts count from 0: their `iter N: loss` is of the text of update N + 1, so it becomes step N + 1, while
-    `step N: ... val loss` is of the model after N updates and stays at N. What a restarted script prints again
-    replaces what it had printed. Seconds of training are added up from the times of the logged iterations, each
-    standing for those since the last; nanoGPT's clock includes evaluations and starts, so for these the median is used.
+    These scripts count from 0: `iter N: loss` is the loss on the text of update N + 1, so it becomes step N + 1, while
+    `step N: ... val loss` is of the model after N updates and stays at N. Lines that a restarted script prints again
+    replace the earlier ones. Training time is the sum over logged iterations, each standing for all iterations since
+    the last one. nanoGPT's clock includes evaluations and starts; the median is used for these.
     """
     if not path.is_file():
         raise UserError(f"run {path}: not a regular file; give a run's output_dir, or a console log")
     content = path.read_bytes()
-    is_utf16 = content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))  # as Windows PowerShell writes it
+    is_utf16 = content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))  # written by Windows PowerShell
     text = content.decode("utf-16" if is_utf16 else "utf-8", errors="replace")
     run = PastRun(path.stem, str(path), "log")
-    # A progress line ends with a carriage return alone; other line separators belong to text that was sampled.
+    # A progress line ends with a carriage return only; other line separators belong to sampled text.
     lines = re.split(r"\r\n|\n|\r", _TERMINAL_CODES.sub("", text).removeprefix("\ufeff"))
     lines = [_RANK.sub("", line) for line in lines]
     header = lines[0].split("\t")
@@ -74,7 +74,9 @@ def read_log(path: Path, tokens_per_step: int | None = None) -> PastRun:
         _read_lines(run, lines, ends_whole=text.endswith(("\n", "\r")))
     if not run.training and not run.evaluations:
         known = "`iter N: loss L, time Tms, mfu M%`, `step N: train loss A, val loss B`, `s:N trl:L`"
-        raise UserError(f"run {path}: no line of a training log in it; known are {known}, and a run's output_dir")
+        raise UserError(
+            f"run {path}: contains no line of a known training log; known are {known}, and a run's output_dir"
+        )
     derive(run, tokens_per_step)
     return run
 
@@ -94,7 +96,7 @@ def _read_table(run: PastRun, header: list[str], lines: list[str]) -> None:
 
 
 def _read_lines(run: PastRun, lines: list[str], ends_whole: bool) -> None:
-    decimals: dict[bool, list[int]] = {}  # of the numbers in both kinds of line, to recognise one that is cut short
+    decimals: dict[bool, list[int]] = {}  # of the numbers in both kinds of line, to recognize a truncated one
     starts = True
     for index, line in enumerate(lines):
         if line.lstrip().startswith("#"):
@@ -110,11 +112,11 @@ def _read_lines(run: PastRun, lines: list[str], ends_whole: bool) -> None:
             continue
         decimals[is_training] = printed
         run.kind = kind
-        # A script that starts again from a checkpoint prints both kinds of line again from there.
+        # A script that restarts from a checkpoint prints both kinds of line again from there.
         updates = record["step"] - 1 if is_training else record["step"]  # made before this line
         drop_from(run.training, updates + 1)
         drop_from(run.evaluations, record["step"])
-        if changes := run.facts.get("step_sizes"):  # these count from where the script started again
+        if changes := run.facts.get("step_sizes"):  # these count from where the script restarted
             changes[-1] = (min(changes[-1][0], updates), changes[-1][1])
         if is_training:
             record["starts"], starts = starts, False
@@ -122,7 +124,7 @@ def _read_lines(run: PastRun, lines: list[str], ends_whole: bool) -> None:
 
 
 def _read_record(line: str) -> tuple[str, dict[str, Any], str] | None:
-    """Return a line's format, its record (with `loss`: of training) and the text that was read; None for others."""
+    """Return a line's format, record (`loss` is the training loss) and matched text; None for other lines."""
     if match := _ITER.search(line):
         record: dict[str, Any] = {"step": int(match[1]) + 1, "loss": _number(match[2])}
         record["milliseconds"], percent = _number(match[3]), _number(match[4])
@@ -142,7 +144,7 @@ def _read_record(line: str) -> tuple[str, dict[str, Any], str] | None:
 
 
 def _read_header(run: PastRun, line: str) -> bool:
-    """Take a fact that the script prints at its start; True if this line shows that it starts."""
+    """Store a fact that the script prints when it starts; return True if this line marks a start."""
     if match := _TENSORS.search(line):
         run.model["not_decayed" if match[1] else "decayed"] = int(match[2].replace(",", ""))
     for key in ("parameters_without_positions", "vocab_size"):
@@ -161,23 +163,25 @@ def _read_header(run: PastRun, line: str) -> bool:
 
 
 def _printed_count(text: str) -> int:
-    """Return 124,337,664 or 123.59M as a number."""
+    """Convert a printed count, such as 124,337,664 or 123.59M, to a number."""
     text = text.replace(",", "").strip()
     return round(float(text.rstrip("KMB ") or 0) * {"K": 1e3, "M": 1e6, "B": 1e9}.get(text[-1:], 1))
 
 
 def _read_setting(run: PastRun, name: str, match: re.Match[str]) -> None:
-    """Take a setting that the script prints; one that changes at a restart holds both values."""
+    """Store a setting that the script prints; if it changes at a restart, both values are kept."""
     value = _evaluate(match["value"], run.settings, is_python=not match["overriding"])
     if not run.training:
         run.settings[name] = value
-    elif match["overriding"] and (before := run.settings.get(name)) != value:  # else a line of sampled text, perhaps
+    elif (
+        match["overriding"] and (before := run.settings.get(name)) != value
+    ):  # otherwise perhaps a line of sampled text
         start = run.training[-1]["step"] + 1
         run.settings[name] = f"{'its default' if before is None else before}; {value} from step {start} on"
 
 
 def _evaluate(text: str, settings: dict[str, Any], is_python: bool) -> Any:
-    """Return the value of a printed setting: a Python literal, arithmetic of numbers and settings, or the text."""
+    """Return the value of a printed setting: a Python literal, arithmetic on numbers and settings, or else the text."""
     try:
         if is_python:  # a comment, or another statement, may follow
             node: Any = getattr(ast.parse(text.strip()).body[0], "value", None)

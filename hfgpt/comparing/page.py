@@ -19,14 +19,14 @@ from hfgpt.comparing.report import Report
 
 TEMPLATE = "report.html.jinja"  # beside this file; it includes report.css
 _NOT_IN_HTML = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
-_ACROSS_SEVERAL = ("loss_time", "loss_flops")  # plots that show a single run as another one does
-_READINGS = 48  # strips of a plot that show their values under the mouse
+_ACROSS_SEVERAL = ("loss_time", "loss_flops")  # plots that add nothing to another one for a single run
+_READINGS = 48  # strips of a plot that show their values on hover
 _READING_WIDTH = 100 / _READINGS
-_SIZE = 1000  # of the square that curves are drawn in; it is stretched to the size on the screen
+_SIZE = 1000  # side of the square in which curves are drawn; it is stretched to fit the screen
 
 
 def as_page(report: Report) -> str:
-    """Return a whole report as HTML, which is also well-formed XML."""
+    """Return the whole report as HTML that is also well-formed XML."""
     several = len(report.names) > 1
     plots = [plot for plot in report.plots if several or plot.name not in _ACROSS_SEVERAL]
     tables = [table for table in report.all_tables if table.rows]
@@ -52,18 +52,18 @@ def _template() -> jinja2.Template:
 
 
 def _printable(value: Any) -> Any:
-    """Replace characters that HTML does not have: control characters, half of a pair."""
+    """Replace characters that HTML cannot contain: control characters and lone surrogates."""
     return _NOT_IN_HTML.sub("\ufffd", value) if type(value) is str else value
 
 
 def _percent(value: float, limits: tuple[float, float], falls: bool = False) -> str:
-    """Return a place between two limits as SVG has it; falls: from the top, as y does."""
+    """Return a position between two limits as an SVG percentage; falls: measured from the top, as for y."""
     part = (value - limits[0]) / (limits[1] - limits[0])
     return f"{100 * (1 - part if falls else part):.2f}%"
 
 
 def _path(curve: pd.Series, plot: Plot) -> str:
-    """Return the line of a curve as the data of an SVG path; values far above and below are cut off."""
+    """Return a curve as SVG path data; values far outside of the plot are clipped."""
     x = _SIZE * (curve.index.to_numpy() - plot.x[0]) / (plot.x[1] - plot.x[0])
     y = _SIZE * (plot.y[1] - curve.to_numpy()) / (plot.y[1] - plot.y[0])
     points = np.stack([x, y.clip(-_SIZE, 2 * _SIZE)], axis=1).round(1)
@@ -71,7 +71,7 @@ def _path(curve: pd.Series, plot: Plot) -> str:
 
 
 def _readings(plot: Plot) -> Iterable[tuple[float, str]]:
-    """Yield strips of a plot, by where they start in percent of its width, with the values that curves have there."""
+    """Yield strips of a plot: where each starts, in percent of the width, and the values of the curves there."""
     drawn = [curve for curve in plot.curves if len(curve.trend)]
     for part in (np.arange(_READINGS) + 0.5) / _READINGS:
         at = plot.x[0] + part * (plot.x[1] - plot.x[0])
@@ -79,7 +79,7 @@ def _readings(plot: Plot) -> Iterable[tuple[float, str]]:
         if not there:
             continue
         places = there[0].trend.index.to_numpy()
-        at = float(places[np.abs(places - at).argmin()])  # of a record, and not between two
+        at = float(places[np.abs(places - at).argmin()])  # at a record, not between two
         lines = [plot.describe_place(at)]
         for curve in there:
             value = plot.describe_value(float(np.interp(at, curve.trend.index, curve.trend)))

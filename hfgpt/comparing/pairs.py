@@ -1,4 +1,4 @@
-"""Compare two runs: same tokens or not, same result or not, gaps at equal points, speed."""
+"""Compare two runs: whether tokens and results are the same, gaps at equal points, and speed."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from hfgpt.comparing.runs import PastRun, number
 from hfgpt.comparing.verdict import explain
 
 AXES = {"steps": "step", "tokens": "num_input_tokens_seen", "FLOPs": "flops", "wall time": "wall_seconds"}
-# How far two runs of the same computation may differ by rounding, relative to the value: limit in 32 bits, limit in 16
-# bits, and for how many first steps they hold. Seen on tiny models: loss 1e-7 and gradient norm 1e-6 in float32, 3e-4
-# and 3e-3 in bfloat16.
+# How far two runs of the same computation may differ by rounding, relative to the value: the limit in 32 bits, in 16
+# bits, and for how many first steps they hold. Observed on tiny models: loss 1e-7 and gradient norm 1e-6 in float32,
+# 3e-4 and 3e-3 in bfloat16.
 _ROUNDING = {"loss": (1e-4, 2e-3, 20), "grad_norm": (1e-3, 2e-2, 5)}
-# First losses are near ln V. Further apart than this, in nats per token, and the vocabularies differ.
+# First losses are near ln V. If they are further apart than this (nats per token), the vocabularies differ.
 _FIRST_LOSS_GAP = 0.5
 
 
 def compare_pair(a: PastRun, b: PastRun) -> dict[str, Any]:
-    """Compare run `b` with run `a`, and return one JSON object."""
+    """Compare run `b` with run `a`; return one JSON object."""
     same = same_tokens(a, b)
     last = same["step"] if same["equal"] or same["step"] is None else same["step"] - 1  # step with the same tokens
     comparable, why_not = loss_per_token_is_comparable(a, b)
@@ -46,9 +46,9 @@ def compare_pair(a: PastRun, b: PastRun) -> dict[str, Any]:
 
 
 def same_tokens(a: PastRun, b: PastRun) -> dict[str, Any]:
-    """Return whether both saw the same tokens in the same steps, by the batch hashes of their ledgers.
+    """Return whether both runs saw the same tokens in the same steps, judging by the batch hashes in their ledgers.
 
-    `equal`: True up to `step`, False from `step` on, None if it is not known; `text` says why.
+    `equal`: True up to `step`, False from `step` on, None if unknown; `text` says why.
     """
     if a.tokens_per_step and b.tokens_per_step and a.tokens_per_step != b.tokens_per_step:
         why = f"steps of {a.tokens_per_step:,} and {b.tokens_per_step:,} tokens have no hash in common"
@@ -68,9 +68,9 @@ def same_tokens(a: PastRun, b: PastRun) -> dict[str, Any]:
 def same_result(a: PastRun, b: PastRun, last: int) -> dict[str, Any] | None:
     """Return whether the steps up to `last`, on the same text, gave the same result; None without a common record.
 
-    In the first steps the two may differ by rounding alone, in loss and gradient norm. Later, rounding has grown: the
-    mean of each tenth, fifth and half of the common steps, and of the last window, may differ by up to twice the paired
-    band (see `statistics.paired_gap`).
+    In the first steps, loss and gradient norm may differ only by rounding. Later, rounding has grown: the mean of each
+    tenth, fifth and half of the common steps, and of the last window, may differ by up to twice the paired band (see
+    `statistics.paired_gap`).
     """
     in_32_bits = all(run.settings.get("mixed_precision") in ("no", None) for run in (a, b))
     early = []
@@ -89,7 +89,7 @@ def same_result(a: PastRun, b: PastRun, last: int) -> dict[str, Any] | None:
     for start, stop in [*spans, (statistics.window_start([losses["a"]], end), end)]:
         gap = statistics.paired_gap(losses["a"], losses["b"], start, stop)
         if gap and gap["band"] is not None and abs(gap["second"] - gap["first"]) > 2 * gap["band"]:
-            # The difference began where the first record differs by half of what those in this span do.
+            # The difference began at the first record that differs by half as much as the records in this span.
             typical = np.median(_relative(statistics.within(losses, start, stop)))
             return _different_from(losses[_relative(losses) >= 0.5 * typical], "loss")
     return {"same": True, "steps": len(losses), "largest_part": float(_relative(losses).max())}
@@ -116,7 +116,7 @@ def same_step_is_same_place(a: PastRun, b: PastRun, axis: str) -> bool:
 
 
 def _gaps(a: PastRun, b: PastRun, axis: str, same_text: bool) -> dict[str, Any]:
-    """Return the gaps of all losses where the shorter run ends on `axis`."""
+    """Return the gaps of all losses at the point of `axis` where the shorter run ends."""
     ends = {run.name: run.reach(axis) for run in (a, b)}
     if missing := [name for name, end in ends.items() if end is None]:
         return {"at": None, "missing": missing}
@@ -136,8 +136,9 @@ def _gaps(a: PastRun, b: PastRun, axis: str, same_text: bool) -> dict[str, Any]:
 
 
 def loss_per_token_is_comparable(a: PastRun, b: PastRun) -> tuple[bool, str | None]:
-    """Return whether vocabulary and tokenizer are equal as far as is known, so that losses in nats can be compared, and
-    if not, why.
+    """Return whether losses in nats can be compared, and if not, why.
+
+    They can if vocabulary and tokenizer are equal as far as is known.
     """
     for what, one, other in (
         ("vocabulary", a.model.get("vocab_size"), b.model.get("vocab_size")),
@@ -162,7 +163,7 @@ def _first_loss(run: PastRun) -> float | None:
 
 
 def _reservations(a: PastRun, b: PastRun) -> dict[str, list[str]]:
-    """Return why training losses, and evaluation losses, of the two do not mean the same; these give no verdict."""
+    """Return why the training and evaluation losses of the two do not mean the same; such losses give no verdict."""
     training, evaluation = [], []
 
     def differ(one: Any, other: Any) -> bool:
@@ -171,14 +172,14 @@ def _reservations(a: PastRun, b: PastRun) -> dict[str, list[str]]:
     if a.data.get("tokenizer") == b.data.get("tokenizer") and differ(a.settings.get("text"), b.settings.get("text")):
         training.append("trained on different text")
     if any(differ(a.settings.get(key), b.settings.get(key)) for key in ("model.resid_pdrop", "model.embd_pdrop")):
-        training.append("different dropout, which raises the loss in training alone")
+        training.append("different dropout, which raises the training loss only")
     if differ(a.data.get("held_out.hash"), b.data.get("held_out.hash")):
         evaluation.append("evaluated on different text")
     return {"training": training, "evaluation": evaluation}
 
 
 def _on_the_way(runs: Sequence[PastRun], step: float | None) -> dict[str, float]:
-    """Return the runs for which `step` is well before the end of their learning rate schedule, with the part done."""
+    """Return runs for which `step` is well before the end of their learning rate schedule, with the fraction done."""
     lengths = {run.name: number(run.plan.get("max_steps")) or run.reach("step") for run in runs}
     flat = {run.name for run in runs if str(run.settings.get("lr_scheduler_type", "")).startswith("constant")}
     parts = {name: step / length for name, length in lengths.items() if step and length and name not in flat}
@@ -186,10 +187,10 @@ def _on_the_way(runs: Sequence[PastRun], step: float | None) -> dict[str, float]
 
 
 def _speed(a: PastRun, b: PastRun) -> dict[str, Any] | None:
-    """Return how many times as fast `b` is per token, by the medians of the records; None if either has none.
+    """Return how many times as fast `b` is per token, by the medians of the records; None if either has no records.
 
-    "clear": each median is outside the middle half of the other's records. The speed of a shared machine changes by
-    the minute.
+    "clear": each median is outside the middle half of the other's records, because the speed of a shared machine
+    changes by the minute.
     """
     one, other = a.curve("tokens_per_second"), b.curve("tokens_per_second")
     if one.empty or other.empty:

@@ -1,6 +1,6 @@
-"""Plots of runs as data: loss against tokens, time and FLOPs, tokens per second, MFU.
+"""Plots of runs as data: loss against tokens, time and FLOPs; tokens per second; MFU.
 
-`png.py` draws them with matplotlib, `report.html.jinja` as SVG. Long runs are thinned, so that neither takes longer.
+`png.py` draws them with matplotlib, `report.html.jinja` as SVG. Long runs are thinned, so that drawing stays fast.
 """
 
 from __future__ import annotations
@@ -23,18 +23,23 @@ from hfgpt.model.flops import mfu
 PLOT_NAMES = ("bits_per_byte", "loss_tokens", "loss_steps", "loss_time", "loss_flops", "speed", "mfu")
 MOST_POINTS = 600  # of a curve
 MOST_DOTS = 200  # evaluations
-SMOOTHED_BY = 50  # the trend is a mean over this part of the records
+SMOOTHED_BY = 50  # the trend is a mean over this fraction of the records
 FALLING = ("loss", "eval_bits_per_byte")
 _LABELS = {
     "step": "steps", "num_input_tokens_seen": "tokens", "flops": "FLOPs",
     "loss": "loss (nats per token)", "tokens_per_second": "tokens per second", "mfu": "MFU",
     "eval_bits_per_byte": "bits per byte of held-out text",
 }  # fmt: skip
-_TIMES = (("days", 86400, 3), ("hours", 3600, 3), ("minutes", 60, 3), ("seconds", 1, 0))  # used from this many on
+_TIMES = (
+    ("days", 86400, 3),
+    ("hours", 3600, 3),
+    ("minutes", 60, 3),
+    ("seconds", 1, 0),
+)  # used from this many records on
 
 
 class Tick(NamedTuple):
-    """A place on an axis; `below`: a second label, under the first."""
+    """A tick on an axis; `below`: a second label, under the first."""
 
     at: float
     label: str
@@ -44,7 +49,7 @@ class Tick(NamedTuple):
 class Curve(NamedTuple):
     """One run in a plot: each record, their running mean (of speeds: median), and evaluations."""
 
-    run_index: int  # of the run, which gives it its colour
+    run_index: int  # of the run, which determines the color
     name: str
     records: pd.Series
     trend: pd.Series
@@ -57,7 +62,7 @@ class Curve(NamedTuple):
 
 @dataclass(frozen=True)
 class Plot:
-    """`name`: one of PLOT_NAMES. x, y: the range that is shown. step_tokens: of one step, if the same in all runs."""
+    """`name`: one of PLOT_NAMES. x, y: the range shown. step_tokens: tokens per step, if equal in all runs."""
 
     title: str
     name: str
@@ -90,12 +95,12 @@ class Plot:
 
 
 def build_plots(runs: Sequence[PastRun], comparable: bool = True) -> list[Plot]:
-    """Return the plots that the runs have values for.
+    """Return all plots for which the runs have values.
 
-    comparable: whether loss per token means the same in all; if not, bits per byte are drawn too.
+    comparable: whether loss per token means the same in all runs; if not, bits per byte are drawn too.
 
-    If the tokens of a run are not known, steps are used instead. MFU is drawn against one peak for all runs: the first
-    that a run names.
+    If the tokens of a run are unknown, steps are used instead. MFU uses the same peak for all runs: the first that any
+    run states.
     """
     has_tokens = all(run.reach("num_input_tokens_seen") for run in runs)
     main, axis = ("tokens", "num_input_tokens_seen") if has_tokens else ("steps", "step")
@@ -120,7 +125,7 @@ def build_plots(runs: Sequence[PastRun], comparable: bool = True) -> list[Plot]:
 
 
 def _mfu(run: PastRun, axis: str, peak: float) -> pd.Series:
-    """Return the MFU against `peak`, whatever peak the run itself used."""
+    """Return the MFU relative to `peak`, whatever peak the run itself used."""
     rates = run.curve("tokens_per_second", axis)
     if len(rates) and run.flops_per_token:
         return mfu(rates, run.flops_per_token, peak, run.processes)
@@ -130,7 +135,7 @@ def _mfu(run: PastRun, axis: str, peak: float) -> pd.Series:
 def _build(
     title: str, name: str, key: str, axis: str, runs: Sequence[PastRun], series: Sequence[pd.Series]
 ) -> Plot | None:
-    """Return a plot; None if no run has a value."""
+    """Return a plot, or None if no run has a value."""
     is_falling = key in FALLING
     curves, low, high, starts, ends = [], [], [], [], []
     for index, (run, records) in enumerate(zip(runs, series, strict=True)):
@@ -158,7 +163,7 @@ def _build(
 
 
 def _step_tokens(runs: Sequence[PastRun]) -> float | None:
-    """Return the tokens of a step where all steps of all runs have as many, else None."""
+    """Return the tokens per step if equal for all steps of all runs, else None."""
     sizes: set[float | None] = {run.tokens_per_step for run in runs}
     for run in runs:
         last = (run.training or run.evaluations)[-1:]
@@ -171,7 +176,7 @@ def _y_label(key: str, at: float) -> str:
 
 
 def _trend(curve: pd.Series, is_falling: bool) -> pd.Series:
-    """Return the running mean (of speeds: median) over a fiftieth of the records; all of them where they are few."""
+    """Return the running mean (of speeds: median) over a fiftieth of the records; unchanged if there are few."""
     size = max(1, len(curve) // SMOOTHED_BY)
     if size > 1:
         windows = curve.rolling(size, center=True)
@@ -182,7 +187,7 @@ def _trend(curve: pd.Series, is_falling: bool) -> pd.Series:
 
 
 def thin(curve: pd.Series, most: int = MOST_POINTS) -> pd.Series:
-    """Return at most `most` points of a curve: of each stretch the lowest and the highest, and both ends."""
+    """Return at most `most` points of a curve: both ends, and the lowest and highest of each stretch."""
     if len(curve) <= most:
         return curve
     values = curve.to_numpy()
@@ -193,20 +198,20 @@ def thin(curve: pd.Series, most: int = MOST_POINTS) -> pd.Series:
 
 
 def _top(curve: pd.Series) -> float:
-    """Return the highest value after a twentieth of the run, as the steep beginning would press the rest flat."""
+    """Return the highest value after the first twentieth of the run, whose steep drop would flatten the rest."""
     rest = curve.iloc[min(len(curve) // 20, len(curve) - 1) :]
     return float(max(rest.quantile(0.998), curve.iloc[-1]))
 
 
 def _x_ticks(axis: str, start: float, end: float, step_tokens: float | None) -> tuple[str, list[Tick]]:
-    """Return the label and ticks of the x axis. Tokens are at round steps where all runs have equal steps."""
+    """Return the label and ticks of the x axis. Token ticks are at round steps if all runs have equal steps."""
     if axis == "wall_seconds":
         unit, seconds, _ = next((one for one in _TIMES if end >= one[1] * one[2]), _TIMES[-1])
         places = round_numbers(start / seconds, end / seconds, 6)
         return f"{unit} of training", [Tick(at * seconds, f"{at:,.6g}") for at in places]
     if axis == "num_input_tokens_seen" and step_tokens:
         steps = [step for step in round_numbers(start / step_tokens, end / step_tokens, 6) if step == int(step)]
-        # Only the first says "step", so that labels have room on a small screen.
+        # Only the first says "step", so that the labels fit on a small screen.
         names = [short(step) if n else f"step {short(step)}" for n, step in enumerate(steps)]
         return "tokens", [
             Tick(step * step_tokens, short(step * step_tokens), name) for step, name in zip(steps, names, strict=True)
@@ -215,7 +220,7 @@ def _x_ticks(axis: str, start: float, end: float, step_tokens: float | None) -> 
 
 
 def round_numbers(start: float, end: float, most: int) -> list[float]:
-    """Return round numbers from `start` to `end`: about `most` of them, and at least one where there is one."""
+    """Return round numbers from `start` to `end`: about `most` of them, and at least one if there is any."""
     rough = (end - start) / most
     if not rough > 0 or not math.isfinite(rough):
         return [start]
@@ -226,7 +231,7 @@ def round_numbers(start: float, end: float, most: int) -> list[float]:
 
 
 def short(value: float) -> str:
-    """Write large counts as is usual, with three digits: 12.5k, 3M, 10B."""
+    """Abbreviate large counts to three digits: 12.5k, 3M, 10B."""
     for scale, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if 0.9995 * scale <= abs(value) < 1e15:
             return f"{value / scale:.3g}{letter}"

@@ -7,14 +7,14 @@ from typing import Any
 
 from hfgpt.comparing.plots import Curve, Plot
 
-# Okabe and Ito's colours, which the colour-blind can tell apart too; dashes show what is under an equal curve.
+# Okabe and Ito's palette for the color-blind; dashes keep a curve visible beneath an equal one.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _DASHES, _MARKERS = ("-", (0, (4, 2)), (0, (1, 1.5)), (0, (6, 2, 1, 2))), "osD^v"
 
 
 def draw(plot: Plot, dpi: int = 120) -> bytes:
-    """Return a plot as PNG, 8 x 4.5 inches large and with 64 colours, which makes it small."""
-    from matplotlib.figure import Figure  # takes a second; used like this it needs no display
+    """Return a plot as PNG, 8 x 4.5 inches, with 64 colors to keep the file small."""
+    from matplotlib.figure import Figure  # takes a second to import; used like this, it needs no display
     from PIL import Image
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")
@@ -43,7 +43,7 @@ def _draw_curve(axes: Any, curve: Curve, alone: bool) -> None:
     training, evaluation = ("training", "evaluation") if alone else (name, f"{name}, evaluation")
     if len(curve.records):
         if curve.is_smoothed:
-            # Not antialiased, which takes a third of the bytes.
+            # Without antialiasing, the file is a third of the size.
             axes.plot(curve.records, color=colour, linewidth=0.6, alpha=0.25, antialiased=False)
         dash, marker = _DASHES[curve.run_index % len(_DASHES)], "." if len(curve.trend) == 1 else ""
         axes.plot(curve.trend, color=colour, linewidth=1.6, linestyle=dash, marker=marker, label=training)
@@ -55,7 +55,7 @@ def _draw_curve(axes: Any, curve: Curve, alone: bool) -> None:
 
 
 def _literal(name: str) -> str:
-    """Return a name that matplotlib shows as it is: without mathematics, and not left out."""
+    """Escape a name so that matplotlib shows it literally, neither as mathematics nor hidden."""
     name = name.replace("$", r"\$")
     return f" {name}" if name.startswith("_") else name
 

@@ -1,4 +1,4 @@
-"""Read the runs that a user names: run folders here, console logs by `logs.read_log`."""
+"""Read the runs given on the command line: run folders here, console logs with `logs.read_log`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hfgpt.errors import UserError
 from hfgpt.files import read_text_file
 from hfgpt.model.flops import training_flops_per_token
 
-# Settings that only name a run or its files, and lengths, which the plan holds as max_steps.
+# Settings that only name a run or its files, and lengths, which the plan records as max_steps.
 _NOT_COMPARED = (
     "output_dir", "run_name", "resume_from_checkpoint", "report", "report_to", "accept_changed_text", "max_tokens",
     "num_train_epochs", "model",
@@ -31,15 +31,17 @@ _RECORD_FILES = ("metrics.jsonl", "run.json")
 
 
 def read_runs(paths: Sequence[str | Path], tokens_per_step: Sequence[int] = ()) -> list[PastRun]:
-    """Read run folders and logs, and give the runs names that differ.
+    """Read run folders and logs, and give each run a different name.
 
-    tokens_per_step: for the logs, one for all or one for each in their order. Raises UserError with all problems.
+    tokens_per_step: for the logs: one value for all, or one for each, in order. Raises UserError with all problems.
     """
     places = [Path(path) for path in paths]
     logs = [path for path in places if path.is_file() and path.name not in _RECORD_FILES]
     problems = [f"tokens_per_step={value}: must be greater than 0" for value in tokens_per_step if value < 1]
     if len(tokens_per_step) not in (0, 1, len(logs)):
-        problems.append(f"tokens_per_step: {len(tokens_per_step)} values for {len(logs)} logs; give one, or one each")
+        problems.append(
+            f"tokens_per_step: {len(tokens_per_step)} values for {len(logs)} logs; give one value, or one per log"
+        )
     stated = dict(zip(logs, [*tokens_per_step] * (len(logs) if len(tokens_per_step) == 1 else 1), strict=False))
     runs = []
     for path in places:
@@ -76,9 +78,9 @@ def _make_names_unique(runs: list[PastRun]) -> None:
 
 
 def read_folder(path: Path, with_ledger: bool = True) -> PastRun:
-    """Read a run folder; broken lines are skipped and counted. Raises UserError if there is no run.
+    """Read a run folder, skipping and counting broken lines. Raises UserError if it contains no run.
 
-    with_ledger: also the batch hashes, which only tell whether two runs saw the same tokens.
+    with_ledger: also read the batch hashes, needed only to tell whether two runs saw the same tokens.
     """
     folder = RunFolder(path)
     if not (folder.metrics.is_file() or folder.run_json.is_file()):
@@ -107,11 +109,11 @@ def read_folder(path: Path, with_ledger: bool = True) -> PastRun:
 
 
 def _note_broken(run: PastRun, path: Path, records: list[dict[str, Any]]) -> None:
-    """Add a note if the file has more lines than `records` were read from it."""
+    """Add a note if the file has more lines than were read as `records`."""
     content = path.read_bytes() if path.is_file() else b""
     lines = content.splitlines()
     if broken := len(lines) - lines.count(b"") - len(records):
-        # The run may be writing its last line, or have died while it did.
+        # The run may still be writing its last line, or have died while writing it.
         cut = " (the last is incomplete)" if not content.endswith(b"\n") else ""
         run.notes.append(f"{broken} broken line{'s' if broken > 1 else ''} of {path.name} skipped{cut}")
 
@@ -136,7 +138,7 @@ def _read_facts(run: PastRun, folder: RunFolder) -> None:
 
 
 def _resolve_settings(config: dict[str, Any], run: PastRun) -> dict[str, Any]:
-    """Return all settings by name: the stated ones over the defaults, and what the run chose for "auto" and None."""
+    """Return all settings by name: recorded values over defaults, with "auto" and None replaced by the run's choice."""
     settings: dict[str, Any] = {spec.name: spec.default for spec in dataclasses.fields(PretrainConfig)} | config
     plan = run.plan
     if settings["min_learning_rate"] is None and number(settings["learning_rate"]):
@@ -169,7 +171,7 @@ def _choice(plan: dict[str, Any], key: str, inner: str) -> str | bool | None:
 
 
 def _apply_changes(run: PastRun) -> None:
-    """Give settings that a resume or an out-of-memory retry changed both values: "0.1; 0.2 from step 500 on"."""
+    """Show both values of settings that a resume or an out-of-memory retry changed: "0.1; 0.2 from step 500 on"."""
     for event in run.events:
         changes: Any = event.get("changed_settings")
         changes = changes.items() if isinstance(changes, dict) else ()
@@ -183,7 +185,7 @@ def _apply_changes(run: PastRun) -> None:
 
 
 def _flops_per_token(model: dict[str, Any], sequence_length: int | None) -> float | None:
-    """Return the training FLOPs per token of a model with these fields; None if one is missing or impossible."""
+    """Return the training FLOPs per token of a model with these fields; None if a field is missing or impossible."""
     fields: Any = SimpleNamespace(**{"n_inner": None, "tie_word_embeddings": True, **model})
     try:
         return number(training_flops_per_token(fields, sequence_length))  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""A report on the screen, and as a file."""
+"""Render a report: as text for a terminal, or as a Markdown, HTML or PNG file."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from hfgpt.errors import UserError
 
 SUFFIXES = (".md", ".markdown", ".html", ".htm", ".png")
 SUFFIXES_IN_WORDS = ".md, .html or .png"
-WIDTH = 100  # of the screen; more than four runs take more
-_LABELS, _COLUMN = 34, 16  # widths of the labels, and of a run's column at least
-_NOTES = 3  # of a pair, and of the whole report, unless all are wanted
+WIDTH = 100  # of the terminal; more than four runs need more
+_LABELS, _COLUMN = 34, 16  # width of the labels, and least width of a run's column
+_NOTES = 3  # per pair, and in the whole report, unless verbose
 
 
 def as_text(report: Report, verbose: bool = False) -> str:
-    """Return the report for a terminal: in short, or all of it."""
+    """Return the report as text for a terminal, short or complete."""
     screen = io.StringIO()
     width = max(WIDTH, _LABELS + _COLUMN * len(report.names))
-    # Plain text: nothing in a name or a setting is markup.
+    # Plain text: names and settings must not be read as markup.
     console = Console(file=screen, width=width, color_system=None, markup=False, emoji=False, highlight=False)
     console.print(_grid([Row("", report.names, False)]))
     for title, rows in report.all_tables:
@@ -69,16 +69,16 @@ def _shortened(notes: list[str], verbose: bool) -> list[str]:
 
 
 def write_report(path: Path, report: Report) -> list[Path]:
-    """Write the whole report as Markdown or HTML, or its first plot as PNG, by the name of the file.
+    """Write the whole report as Markdown or HTML, or its first plot as PNG, depending on the file name.
 
-    Plots of a Markdown report are beside it under the same stem. Returns all files, the report last. Raises UserError
-    if they cannot be written.
+    The plots of a Markdown report are written next to it, with the same stem. Returns all files, the report last.
+    Raises UserError if they cannot be written.
     """
     if path.is_dir():
-        raise UserError(f"output={path}: is a folder; name a file, such as {path / 'report.html'}")
+        raise UserError(f"output={path}: is a folder; give a file name, such as {path / 'report.html'}")
     suffix = path.suffix.lower()
     if suffix not in SUFFIXES:
-        raise UserError(f"output={path}: the name says no known format; name a file that ends in {SUFFIXES_IN_WORDS}")
+        raise UserError(f"output={path}: unknown format; use a file name that ends in {SUFFIXES_IN_WORDS}")
     if suffix == ".png" and not report.plots:
         raise UserError(f"output={path}: the runs have no records to draw yet; try again later")
     try:
@@ -90,14 +90,14 @@ def write_report(path: Path, report: Report) -> list[Path]:
         else:
             return _write_markdown(path, report)
     except OSError as error:
-        raise UserError(f"output={path}: cannot be written ({error.strerror}); name another place") from None
+        raise UserError(f"output={path}: cannot be written ({error.strerror}); choose another place") from None
     return [path]
 
 
 def _write_markdown(path: Path, report: Report) -> list[Path]:
     files = {name: path.with_name(f"{path.stem}_{name}.png") for name in PLOT_NAMES}
     for file in files.values():
-        file.unlink(missing_ok=True)  # a plot of an earlier report would seem to belong to this one
+        file.unlink(missing_ok=True)  # a leftover plot of an earlier report would seem to belong to this one
     for plot in report.plots:
         files[plot.name].write_bytes(png.draw(plot))
     text = as_markdown(report, {name: file.name for name, file in files.items()})
@@ -106,7 +106,7 @@ def _write_markdown(path: Path, report: Report) -> list[Path]:
 
 
 def as_markdown(report: Report, plot_files: dict[str, str]) -> str:
-    """Return the whole report; plot_files: the file of each plot by the plot's name."""
+    """Return the whole report as Markdown; plot_files: the file of each plot, by plot name."""
     names = [_escape(name) for name in report.names]
     lines = [f"# {' against '.join(names)}", ""]
     for title, verdict in report.verdicts:

@@ -1,4 +1,4 @@
-"""The content of a report as data, from which `render` makes the screen's text and Markdown."""
+"""The content of a report as data; `render` turns it into text for a terminal and Markdown."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ _MAIN = {
 
 
 class Row(NamedTuple):
-    """A label and a cell for each run; a short report leaves out details."""
+    """A table row: a label and one cell per run; a short report leaves out details."""
 
     label: str
     cells: list[str]
@@ -70,11 +70,11 @@ class Table(NamedTuple):
 
 @dataclass
 class Report:
-    """All that a report shows.
+    """Everything that a report shows.
 
-    names: of the runs, a column each. verdicts: with a title, such as "b against a". settings: those that differ, or
-    all of a single run. footnotes: of the tables. explanation: how to read the verdicts. cards: what comes first of
-    each run.
+    names: of the runs, one column each. verdicts: with a title, such as "b against a". settings: those that differ, or
+    all settings of a single run. footnotes: for the tables. explanation: how to read the verdicts. cards: the summary
+    of each run at the top.
     """
 
     names: list[str]
@@ -90,7 +90,7 @@ class Report:
 
     @property
     def all_tables(self) -> list[Table]:
-        """In the order in which they are shown: what differs comes first, all settings of a single run last."""
+        """All tables in display order: differing settings first, all settings of a single run last."""
         return [self.settings, *self.tables] if self.verdicts else [*self.tables, self.settings]
 
 
@@ -100,7 +100,7 @@ def build_report(runs: Sequence[PastRun], compared: dict[str, Any], with_plots: 
     comparable = all(pair["loss_per_token_comparable"] for pair in pairs)
     footnotes = [f"[{n}] {row['peak_source'] or 'source not known'}" for n, row in enumerate(against, start=1)]
     if not comparable:
-        footnotes.append("* per token, which is not comparable between these runs")
+        footnotes.append("* loss per token, which is not comparable between these runs")
     return Report(
         names=[run.name for run in runs],
         verdicts=[(f"{pair['b']} against {pair['a']}", explain(pair)) for pair in pairs],
@@ -148,7 +148,7 @@ def _tables(runs: Sequence[PastRun], compared: dict[str, Any], comparable: bool)
 
 
 def _rows(columns: Iterable[dict[str, Any]], labels: dict[str, str], all_details: bool = False) -> list[Row]:
-    """Return a row for each key that is known of any run."""
+    """Return a row for each key that at least one run has."""
     columns = list(columns)
     rows = [
         Row(label, [format_value(values[key], key) for values in columns], all_details or key not in _MAIN)

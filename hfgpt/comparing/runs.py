@@ -11,7 +11,7 @@ import pandas as pd
 
 
 def number(value: Any) -> float | None:
-    """Return `value` if it is a finite number, and not beyond anything a run could measure, else None."""
+    """Return `value` if it is a finite number of plausible size, else None."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:
@@ -21,15 +21,15 @@ def number(value: Any) -> float | None:
 
 
 def count(value: Any) -> int | None:
-    """Return `value` if it is a whole number from 1 on, else None."""
+    """Return `value` if it is a whole number of at least 1, else None."""
     known = number(value)
     return int(known) if known is not None and known >= 1 and known == int(known) else None
 
 
 def _column(records: list[dict[str, Any]], key: str) -> np.ndarray:
-    """Return the values of `key`, not a number where `number` knows none."""
+    """Return the values of `key` as floats: NaN wherever `number` returns None."""
     values = [record.get(key) for record in records]
-    if not set(map(type, values)) <= {float, int, type(None)}:  # else numpy does it, which is much faster
+    if not set(map(type, values)) <= {float, int, type(None)}:  # otherwise numpy converts them, which is much faster
         values = list(map(number, values))
     try:
         column = np.array(values, dtype=float)
@@ -43,11 +43,11 @@ def _column(records: list[dict[str, Any]], key: str) -> np.ndarray:
 class PastRun:
     """A finished or running run. Records have the keys of metrics.jsonl.
 
-    training, evaluations: one record per step, steps rising; `step` counts updates: the loss of step N is that of the
-        Nth update's text before the update, an evaluation at N is of the model after N updates.
-    settings: with defaults filled in and "auto" resolved; empty if they are not known.
+    training, evaluations: one record per step, in rising order. `step` counts updates: the loss of step N is measured
+        on the text of the Nth update, before that update; an evaluation at N is of the model after N updates.
+    settings: with defaults filled in and "auto" resolved; empty if unknown.
     hashes: step -> batch hash, from the ledger.
-    notes: what a reader should know about the reading, such as lines that were skipped.
+    notes: remarks on how the files were read, such as skipped lines.
     """
 
     name: str
@@ -79,7 +79,7 @@ class PastRun:
 
     @property
     def state(self) -> str:
-        """In plain words: finished, in progress, or how it ended."""
+        """The state of the run in words: finished, in progress, or how it ended."""
         if self.kind != "run folder":
             return "log"
         last = next((e for e in reversed(self.events) if e.get("event") in ("start", "resume", "end")), None)
@@ -91,9 +91,9 @@ class PastRun:
         return f"ended at step {step} of {planned}" if planned and step and step < planned else "finished"
 
     def curve(self, key: str, axis: str = "step") -> pd.Series:
-        """Return the values of `key` by `axis`, where both are known.
+        """Return the values of `key` over `axis`, wherever both are known.
 
-        axis: "step", "num_input_tokens_seen", "flops" or "wall_seconds". Keys that begin with `eval_` come from the
+        axis: "step", "num_input_tokens_seen", "flops" or "wall_seconds". Keys that begin with `eval_` come from
         evaluations, others from training.
         """
         records = self.evaluations if key.startswith("eval_") else self.training
@@ -108,7 +108,7 @@ class PastRun:
         return _column(records, "num_input_tokens_seen") * (self.flops_per_token or float("nan"))
 
     def places_of(self, steps: Sequence[int], axis: str) -> list[float]:
-        """Return the places of steps on `axis`, interpolated between records; empty where the records have none."""
+        """Return the positions of steps on `axis`, interpolated between records; empty if the records have none."""
         records = sorted((*self.training, *self.evaluations), key=lambda record: record["step"])
         places = self._places(records, axis)
         known = np.isfinite(places)
@@ -117,12 +117,12 @@ class PastRun:
         return np.interp(steps, [0, *_column(records, "step")[known]], [0, *places[known]]).tolist()
 
     def reach(self, axis: str) -> float | None:
-        """Return how far the run has come on `axis` with a finite loss."""
+        """Return the last position on `axis` with a finite loss."""
         curves = (self.curve("loss", axis), self.curve("eval_loss", axis))
         return max((float(curve.index[-1]) for curve in curves if len(curve)), default=None)
 
     def median(self, key: str) -> float | None:
-        """Return the median over the training records."""
+        """Return the median of `key` over the training records."""
         values = self.curve(key)
         return float(values.median()) if len(values) else None
 
@@ -131,7 +131,7 @@ class PastRun:
 
 
 def add_record(records: list[dict[str, Any]], record: dict[str, Any]) -> None:
-    """Append a record, and drop records of its step and later ones, which a resumed run repeats."""
+    """Append a record, replacing records of the same and later steps, which a resumed run repeats."""
     drop_from(records, record["step"])
     records.append(record)
 

@@ -1,6 +1,6 @@
-"""How far two loss curves are apart at a point, and how far noise alone could put them apart.
+"""How far apart two loss curves are at a point, and how far apart noise alone could put them.
 
-A curve is a pandas Series: values by place (step, tokens, FLOPs or seconds), places rising.
+A curve is a pandas Series: values by position (step, tokens, FLOPs or seconds), in rising order.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
-# No pair of runs shows differences below this part of the loss: rounding that has grown over some hundred steps, or
-# another seed, moves a run by about as much, and a single pair has no second seed to show it.
+# No pair of runs can show differences below this fraction of the loss: rounding that grew over a few hundred steps, or
+# another seed, moves a run by about as much, and a single pair has no second seed to reveal it.
 FLOOR = 0.001
-# Records in a window that a band needs, and that it should have.
+# How many records a band needs in its window, and how many it should have.
 FEWEST, ENOUGH = 5, 10
-# How many of the newest evaluations show the noise of one.
+# How many of the newest evaluations are used to estimate the noise of one.
 NEWEST = 8
 
 
@@ -28,9 +28,9 @@ class Level(NamedTuple):
 
 
 def make_gap(first: float, second: float, band: float | None, how: str) -> dict[str, Any]:
-    """Return how far two values are apart, as it appears in JSON.
+    """Return how far apart two values are, as in the JSON result.
 
-    band: half the width of the 95 % band around zero, in the unit of the curves, raised to FLOOR; None: not known.
+    band: half the width of the 95 % band around zero, in the unit of the curves, at least FLOOR; None: unknown.
     how: what the band was derived from.
     """
     difference = second - first
@@ -48,8 +48,9 @@ def make_gap(first: float, second: float, band: float | None, how: str) -> dict[
 def level(curve: pd.Series, centre: float) -> Level:
     """Return the value at `centre` of a line fitted to a curve, so that neither trend nor uneven spacing biases it.
 
-    The error is that of the line there, from the scatter of the points around it: s * sqrt(1/n + (centre - mean x)^2 /
-    Sxx). Correlated neighbours reduce the effective number of points: n (1 - r) / (1 + r), with r their correlation.
+    The error is the error of the line there, from the scatter of the points around it: s * sqrt(1/n + (centre - mean
+    x)^2 / Sxx). Correlated neighbours reduce the effective number of points: n (1 - r) / (1 + r), with r their
+    correlation.
     """
     x, y = curve.index.to_numpy(), curve.to_numpy()
     n = len(x)
@@ -73,12 +74,12 @@ def student(freedom: float) -> float:
 
 
 def within(curve: pd.Series, start: float, end: float) -> pd.Series:
-    """Return the part of a curve after `start` and up to `end`."""
+    """Return the part of a curve after `start`, up to and including `end`."""
     return curve[(curve.index > start) & (curve.index <= end * (1 + 1e-9))]
 
 
 def window_start(curves: list[pd.Series], end: float) -> float:
-    """Return where the window up to `end` begins: the last tenth, more if a curve has few points, at most half."""
+    """Return where the window up to `end` starts: the last tenth, more if a curve has few points, at most half."""
     for part in (0.9, 0.8, 0.7, 0.6):
         if all(len(within(curve, part * end, end)) >= ENOUGH for curve in curves):
             return part * end
@@ -86,7 +87,7 @@ def window_start(curves: list[pd.Series], end: float) -> float:
 
 
 def levels_at(curves: list[pd.Series], start: float, end: float) -> list[Level] | None:
-    """Return the levels of curves over a window, all at the mean place of their points; None if one has no points."""
+    """Return the levels of curves over a window, at the mean position of all points; None if one has no points."""
     parts = [within(curve, start, end) for curve in curves]
     if any(part.empty for part in parts):
         return None
@@ -95,13 +96,13 @@ def levels_at(curves: list[pd.Series], start: float, end: float) -> list[Level] 
 
 
 def at_common_places(curves: list[pd.Series]) -> list[pd.Series]:
-    """Return the curves at the places that all of them have; unchanged if there are none."""
+    """Return the curves at the positions that they all have; unchanged if there are none."""
     common = pd.concat(curves, axis=1, join="inner")
     return curves if common.empty else [common.iloc[:, i] for i in range(len(curves))]
 
 
 def last_common_evaluation(curves: list[pd.Series], end: float) -> float | None:
-    """Return the last place up to `end` where all curves have an evaluation, or that all reach if they have none."""
+    """Return the last position up to `end` where all curves have an evaluation; else the last that all reach."""
     if any(curve.empty for curve in curves):
         return None
     at = min(end, *(curve.index[-1] for curve in curves))
@@ -113,14 +114,15 @@ def last_common_evaluation(curves: list[pd.Series], end: float) -> float | None:
 
 
 def value_at(curve: pd.Series, at: float) -> float:
-    """Return the value at a place, interpolated between two points."""
+    """Return the value at a position, interpolated between two points."""
     return float(np.interp(at, curve.index, curve))
 
 
 def unpaired_gap(a: pd.Series, b: pd.Series, start: float, end: float) -> dict[str, Any] | None:
-    """Return how far two training curves are apart from `start` to `end`; None if one has no point there.
+    """Return how far apart two training curves are from `start` to `end`; None if one has no point there.
 
-    Step losses scatter with the text of the step. The band is t * sqrt(error a^2 + error b^2), both from `level`.
+    Step losses scatter because each step has other text. The band is t * sqrt(error a^2 + error b^2), both from
+    `level`.
     """
     levels = levels_at([a, b], start, end)
     if levels is None:
@@ -133,9 +135,9 @@ def unpaired_gap(a: pd.Series, b: pd.Series, start: float, end: float) -> dict[s
 
 
 def paired_gap(a: pd.Series, b: pd.Series, start: float, end: float) -> dict[str, Any] | None:
-    """Do as `unpaired_gap` for runs with the same text in each step, whose scatter cancels in the differences.
+    """Like `unpaired_gap`, for runs with the same text in each step, so that their scatter cancels.
 
-    The band is t * the error of the mean difference over the steps that both recorded.
+    The band is t * the error of the mean difference over the steps that both runs recorded.
     """
     both = within(pd.concat([a, b], axis=1, join="inner"), start, end)
     if both.empty:
@@ -149,10 +151,10 @@ def paired_gap(a: pd.Series, b: pd.Series, start: float, end: float) -> dict[str
 
 
 def evaluation_gap(a: pd.Series, b: pd.Series, at: float) -> dict[str, Any]:
-    """Return how far two curves of evaluations are apart at a place that both reach.
+    """Return how far apart two evaluation curves are at a position that both reach.
 
-    Both score the same text, so the band is what a value jumps by from one evaluation to the next: the scatter of the
-    newest ones around the line through their neighbours.
+    Both score the same text, so the band is how much the value jumps from one evaluation to the next: the scatter of
+    the newest ones around the line through their neighbors.
     """
     first, second = value_at(a, at), value_at(b, at)
     a, b = a[a.index <= at], b[b.index <= at]
@@ -164,7 +166,7 @@ def evaluation_gap(a: pd.Series, b: pd.Series, at: float) -> dict[str, Any]:
 
 
 def _evaluation_scatter(curve: pd.Series) -> float | None:
-    """Return the standard deviation of one of the newest evaluations around its neighbours; None for fewer than 4."""
+    """Return the standard deviation of one of the newest evaluations around its neighbors; None for fewer than 4."""
     x, y = curve.index.to_numpy()[-NEWEST:], curve.to_numpy()[-NEWEST:]
     if len(x) < 4:
         return None

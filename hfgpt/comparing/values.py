@@ -1,4 +1,4 @@
-"""Values of a report as text."""
+"""Format the values in a report."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ UNKNOWN = "-"
 
 
 def format_value(value: Any, key: str = "") -> str:
-    """Return a value as text; its key gives the unit."""
+    """Format a value; its key determines the unit."""
     if value is None:
         return UNKNOWN if key else "None"
     if key == "events":

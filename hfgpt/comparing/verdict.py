@@ -1,4 +1,4 @@
-"""The comparison of two runs in words."""
+"""Put the comparison of two runs into words."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ _NAMES = {"eval_loss": "evaluation loss", "loss": "training loss", "eval_bits_pe
 class Verdict(NamedTuple):
     """The verdict on a pair of runs, one line per question.
 
-    doubts: why losses, or some of them, give no verdict. tokens: whether tokens and result are the same. deciding: the
-    gap that the summary is about, None if there is none; on_axes: the gaps on every axis. Axes with one answer share a
-    line. cautions: what else the losses depend on.
+    doubts: why some or all losses give no verdict. tokens: whether tokens and result are the same. deciding: the gap
+    that the summary reports, or None; on_axes: the gaps on every axis; axes with the same answer share a line.
+    cautions: what else the losses depend on.
     """
 
     summary: str
@@ -29,18 +29,18 @@ class Verdict(NamedTuple):
 
     @property
     def evidence(self) -> list[str]:
-        """What the summary rests on."""
+        """Evidence for the summary."""
         return [self.tokens, self.deciding] if self.deciding else [self.tokens]
 
     @property
     def notes(self) -> list[str]:
-        """The other lines, the most important first."""
+        """All other lines, most important first."""
         others = [line for line in self.on_axes if line != self.deciding]
         return [*self.doubts, *self.cautions, *others, self.speed]
 
 
 def explain(pair: dict[str, Any]) -> Verdict:
-    """Put a pair (see `pairs.compare_pair`) into words."""
+    """Put the comparison of a pair (see `pairs.compare_pair`) into words."""
     tokens, speed, comparable = _tokens_line(pair), _speed_line(pair), pair["loss_per_token_comparable"]
     summary = [tokens.split(" (")[0].split(":")[0]] if pair["same_tokens"]["equal"] else []
     doubts = [f"{kind} losses give no verdict: {', '.join(r)}" for kind, r in pair["reservations"].items() if r]
@@ -91,10 +91,10 @@ def _tokens_line(pair: dict[str, Any]) -> str:
 
 
 def decide(pair: dict[str, Any], axis: str) -> tuple[str | None, str, str]:
-    """Return what decides at equal `axis` ("eval_loss", "loss", "eval_bits_per_byte", None), the answer, and a doubt.
+    """Return deciding key ("eval_loss", "loss", "eval_bits_per_byte", None), answer and doubt at equal `axis`.
 
-    Whichever of evaluation and training loss has the narrower band decides; using both would give chance two tries. The
-    doubt: the other loss says the opposite by more than its noise, for example after memorising the text.
+    Of evaluation and training loss, the one with the narrower band decides; using both would give chance two tries.
+    There is a doubt if the other loss shows the opposite by more than its noise, for example after memorizing the text.
     """
     gaps, reserved = pair["gaps"][axis], pair["reservations"]
     keys = [key for key, kind in (("eval_loss", "evaluation"), ("loss", "training")) if not reserved[kind]]
@@ -103,7 +103,7 @@ def decide(pair: dict[str, Any], axis: str) -> tuple[str | None, str, str]:
     known = {key: gaps[key] for key in keys if gaps.get(key)}
     if not known:
         return None, "no verdict", ""
-    if _is_same_result(pair) and gaps["paired"]:  # a stricter question than the band of one window
+    if _is_same_result(pair) and gaps["paired"]:  # a stricter test than the band of one window
         return None, "no difference beyond noise", ""
     with_band = {key: gap for key, gap in known.items() if gap["band"] is not None}
     if not with_band:
@@ -121,7 +121,7 @@ def decide(pair: dict[str, Any], axis: str) -> tuple[str | None, str, str]:
 
 
 def _axis_lines(pair: dict[str, Any]) -> dict[str, str]:
-    """Return axis -> its line; axes with the same answer have one line that names them all, unknown axes come last."""
+    """Return axis -> line; axes with the same answer share one line that names them all, unknown axes come last."""
     answers: dict[tuple[str, str], list[str]] = {}
     unknown = {}
     for axis, gaps in pair["gaps"].items():
@@ -152,7 +152,7 @@ def _gap(gap: dict[str, Any]) -> str:
 
 
 def _percent(value: float, sign: str = "") -> str:
-    """Format with two or three digits, and never more than two after the point: 0.13 %, 1.8 %, 35 %."""
+    """Format with two or three digits, at most two of them after the point: 0.13 %, 1.8 %, 35 %."""
     decimals = 2 if abs(value) < 1 else 1 if abs(value) < 10 else 0
     value = round(value, decimals)
     return f"{value:{sign if value else ''}.{decimals}f} %" if value else "0.00 %"

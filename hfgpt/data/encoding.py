@@ -149,7 +149,7 @@ class Encoder:
             raise UserError(
                 f"tokenizer: the character {character!r} (U+{ord(character):04X}) is not in the character "
                 f"vocabulary of {len(self._characters)} symbols, and unknown characters are never dropped; "
-                "take it out of the text or train with a bpe-N tokenizer"
+                "remove it from the text or train with a bpe-N tokenizer"
             ) from None
 
     def losses(self, text: str, ids: list[int]) -> tuple[Counter[str], int]:

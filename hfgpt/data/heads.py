@@ -74,7 +74,7 @@ def check_head(file: str, raw: bytes, size_bytes: int) -> bytes:
         _refuse_beginnings(file, head)
     if kind != "parquet" and b"\0" in head[:64]:
         fix = f"convert it, for example: iconv -f UTF-16 -t UTF-8 {Path(file).name} > utf8-{Path(file).name}"
-        raise BadFile(f"dataset: {file} holds zero bytes, as UTF-16 and binary files do, not UTF-8 text; {fix}")
+        raise BadFile(f"dataset: {file} contains zero bytes, as UTF-16 and binary files do, not UTF-8 text; {fix}")
     start = head[:1024].removeprefix(codecs.BOM_UTF8).lstrip().lower()
     is_page = start.startswith((b"<!doctype html", b"<html")) or (start.startswith(b"<?xml") and b"<error>" in start)
     if is_page and size_bytes <= LARGEST_ERROR_PAGE_BYTES if kind == "text" else start.startswith(b"<"):

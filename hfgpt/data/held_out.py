@@ -188,7 +188,7 @@ def _find_border(source: Source, read: Callable[[Unit], Rows]) -> _Border:
 
 
 def no_documents(text: str, skipped: Counter[str]) -> UserError:
-    return UserError(f"{text}: holds no usable document" + (f" (skipped: {dict(skipped)})" if skipped else ""))
+    return UserError(f"{text}: contains no usable document" + (f" (skipped: {dict(skipped)})" if skipped else ""))
 
 
 def _percent(part: int, whole: int) -> str:

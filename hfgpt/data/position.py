@@ -41,11 +41,11 @@ def resumed_position(
             "new run in another output_dir, or continue with the text as it is now: --accept_changed_text true"
         )
     if not _is_position(position):
-        raise UserError(f"resume_from_checkpoint: no position in a text: {position!s:.80}; take another checkpoint")
+        raise UserError(f"resume_from_checkpoint: no position in a text: {position!s:.80}; use another checkpoint")
     cursors = position.get("streams", [])
     has_same_form = len(cursors) == stream.streams
     if not changed and not has_same_form:
-        raise UserError("resume_from_checkpoint: its position does not fit this text; take another checkpoint")
+        raise UserError("resume_from_checkpoint: its position does not fit this text; use another checkpoint")
     if not changed or (changed == ["blocks_per_step"] and has_same_form):
         return position, words
     epoch = max(cursor[0] for cursor in cursors) if cursors else position["epoch"]

@@ -158,7 +158,7 @@ def _load_tokenizer(
         files = model_files(config.init_from)
         if not has_tokenizer(files):
             hint = "gpt2 for nanoGPT's 50,304 rows, char for its character models"
-            raise UserError(f"init_from={config.init_from}: has no tokenizer of its own; state --tokenizer ({hint})")
+            raise UserError(f"init_from={config.init_from}: has no tokenizer of its own; set --tokenizer ({hint})")
         name = str(files)
     is_trained = name == "char" or name.startswith("bpe-")
     if not (is_trained or os.path.exists(name)):

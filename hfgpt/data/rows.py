@@ -29,7 +29,7 @@ def read_rows(file: str, patience_seconds: float = 900.0) -> Iterator[tuple[int,
 
     kind = file_kind(file)
     if kind not in ("lines", "parquet"):
-        raise UserError(f"dataset: {file} holds no rows; give a jsonl or parquet file")
+        raise UserError(f"dataset: {file} has no rows; give a jsonl or parquet file")
     data = read_file(file, read_all, patience_seconds)
     if not file.lower().endswith(".gz"):
         check_head(file, data[:HEAD_BYTES], len(data))

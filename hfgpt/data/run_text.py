@@ -44,7 +44,7 @@ def prepare_data_of_run(
             tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
         except Exception as error:  # each broken file fails in its own way
             raise UserError(
-                f"{folder}: its tokenizer cannot be read ({message(error)}); take another checkpoint"
+                f"{folder}: its tokenizer cannot be read ({message(error)}); use another checkpoint"
             ) from error
     try:
         return prepare_data(pinned, blocks_per_step, tokenizer, held_out)

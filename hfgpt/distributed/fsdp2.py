@@ -57,7 +57,7 @@ def take_fsdp_request() -> bool:
         if settings[key].lower() not in ("", "no", "false") and (_is_requested or not key.startswith("FSDP_"))
     ]
     if _is_requested and (version := os.environ.get("FSDP_VERSION", "1")) != "2":
-        problems.append(f"fsdp_version: {version} (the default is 1); state fsdp_version: 2")
+        problems.append(f"fsdp_version: {version} (the default is 1); set fsdp_version: 2")
     if problems:
         raise UserError(*problems)
     ignored = [f"{key.lower()} {settings[key]}" for key in FIXED if settings[key].lower() not in ("", FIXED[key])]

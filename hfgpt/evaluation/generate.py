@@ -276,7 +276,7 @@ def read_prompts(path: Path) -> list[str]:
         raise UserError(f"prompt_file={path}: {reason}; give a text file with a prompt per line") from error
     numbered = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
     if not numbered:
-        raise UserError(f"prompt_file={path}: holds no prompt; write one per line")
+        raise UserError(f"prompt_file={path}: has no prompt; write one per line")
     if path.suffix != ".jsonl":
         return [line for _, line in numbered]
     prompts = []

@@ -116,7 +116,7 @@ def _read(source: str, limit: int | None, tokenizer: Any) -> tuple[list[Example]
         where = f"dataset: {file}, row {number}"
         examples.append(_encode(encoder, where, *_check_row(where, row), lost))
     if not examples:
-        raise UserError(f"dataset={source}: holds no example; give a HellaSwag file with ctx, endings and label")
+        raise UserError(f"dataset={source}: has no examples; give a HellaSwag file with ctx, endings and label")
     del lost["changed_documents"]
     return examples, facts | ({"not_represented": dict(lost)} if lost else {})
 

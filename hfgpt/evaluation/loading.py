@@ -72,9 +72,7 @@ def _load_tokenizer(folder: Path, where: str) -> Any:
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # each broken file raises its own type
-        raise UserError(
-            f"{where}: its tokenizer cannot be read ({one_line(error)}); take another checkpoint"
-        ) from error
+        raise UserError(f"{where}: its tokenizer cannot be read ({one_line(error)}); use another checkpoint") from error
     if not tokenizer.is_fast:
         raise UserError(
             f"{where}: has no tokenizer.json; convert its tokenizer to a fast one and save that with save_pretrained"

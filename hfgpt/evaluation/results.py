@@ -46,7 +46,7 @@ def check_recordable(folder: str | Path) -> dict[str, Any]:
             f"{where}: not a checkpoint in the folder of its run, where the record belongs; leave out --record"
         )
     if file_facts(folder / WEIGHTS)["xxh3_128"] != identity["weights"]:
-        raise UserError(f"{where}: {WEIGHTS} is not what {MANIFEST} says; take another checkpoint")
+        raise UserError(f"{where}: {WEIGHTS} is not what {MANIFEST} says; use another checkpoint")
     return identity
 
 

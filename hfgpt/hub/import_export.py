@@ -34,7 +34,7 @@ def import_nanogpt(checkpoint: Path, folder: Path, tokenizer_name: str | None, t
     report = [f"imported {origin}"]
     if tokenizer_name is None:
         rows, tokenizer = model.config.vocab_size, None
-        report.append(f"no --tokenizer was given: the folder holds only the model, with all its {rows:,} rows")
+        report.append(f"no --tokenizer was given: the folder contains only the model, with all its {rows:,} rows")
     else:
         tokenizer = _load_tokenizer(tokenizer_name, text, model.config.n_positions)
         report += _drop_padded_rows(model, tokenizer, where)
@@ -53,7 +53,7 @@ def export(checkpoint: Path, folder: Path, dtype: str = "float32", untie_head: b
     where = f"checkpoint {checkpoint}"
     refuse_existing(folder)
     if (checkpoint / MANIFEST).exists() and (damage := find_damage(checkpoint, MODEL_FILES)):
-        raise UserError(f"{where}: {damage}; take another checkpoint")
+        raise UserError(f"{where}: {damage}; use another checkpoint")
     report, model, tokenizer = [], load_model(checkpoint, where), None
     if has_tokenizer(checkpoint):
         tokenizer = load_tokenizer(str(checkpoint), lambda: (), model.config.n_positions)

@@ -1,4 +1,4 @@
-"""Numbers, durations, lists and values as they are written in messages."""
+"""Format numbers, durations, lists and values for messages."""
 
 from __future__ import annotations
 
@@ -39,18 +39,18 @@ def enumerated(words: Sequence[str], last: str = "and") -> str:
 
 
 def rounded(value: float, digits: int = 3) -> str:
-    """Format with so many significant digits, and never with an exponent where a number is large: `13,000`."""
+    """Format with this many significant digits, and large numbers without an exponent: `13,000`."""
     near = float(f"{value:.{digits}g}")
     return f"{near:,.0f}" if near >= 10 ** (digits - 1) else f"{near:,.{digits}g}"
 
 
 def shown(value: Any) -> str:
-    """Return a value for a message: one line of at most 200 characters, however large the value is."""
-    if value == []:  # of a flag that stands alone; no setting is a list
+    """Format any value for a message: one line of at most 200 characters."""
+    if value == []:  # a flag without a value; no setting is a list
         return ""
     try:
         text = _SHORT.repr(value) if isinstance(value, dict | list | tuple | set) else str(value)
-    except ValueError:  # Python does not write numbers of thousands of digits
+    except ValueError:  # Python refuses to format numbers of thousands of digits
         text = f"({type(value).__name__})"
-    text = text[:1000].encode(errors="backslashreplace").decode()  # bytes of a command line that are no UTF-8
+    text = text[:1000].encode(errors="backslashreplace").decode()  # command line bytes that are not UTF-8
     return " ".join(text.split())[:200]

@@ -11,17 +11,17 @@ from typing import Any
 
 from hfgpt.errors import RunError
 
-BROKEN_PIPE = 141  # 128 + SIGPIPE, what other command line tools end with
+BROKEN_PIPE = 141  # 128 + SIGPIPE, as for other command line tools
 NAMES = ("stdout", "stderr")
-# Why output was lost, by the name of its stream; each entry is made once.
+# The reason why output was lost, by stream name; recorded once per stream.
 lost: dict[str, str] = {}
 
 
 class SafeStream:
     """A text stream that replaces characters it cannot encode, and drops what it cannot write.
 
-    A command's own output (`must_write`) is not dropped: a closed pipe ends the command quietly, and anything else
-    with RunError.
+    A command's own output (`must_write`) is not dropped: a closed pipe ends the command quietly, any other failure
+    raises RunError.
     """
 
     def __init__(self, stream: Any, name: str, must_write: bool = False) -> None:
@@ -34,7 +34,7 @@ class SafeStream:
             except UnicodeEncodeError:
                 encoding = self._stream.encoding or "ascii"
                 return self._stream.write(text.encode(encoding, "replace").decode(encoding))
-        except (OSError, ValueError) as error:  # ValueError: it has been closed
+        except (OSError, ValueError) as error:  # ValueError: already closed
             self._lose(error)
             return len(text)
 
@@ -69,19 +69,19 @@ class SafeStream:
             raise RunError(f"{self._name} cannot be written: {reason}")
 
     def _discard(self) -> None:
-        """Leave nothing to be written when the interpreter closes the stream."""
+        """Discard buffered text, so that nothing is written when the interpreter closes the stream."""
         with suppress(OSError, ValueError, AttributeError):
             empty = os.open(os.devnull, os.O_WRONLY)
             os.dup2(empty, self._stream.fileno())
 
 
 def make_safe(must_write: bool = False) -> None:
-    """Put a `SafeStream` in the place of standard output and standard error, for this process.
+    """Replace standard output and standard error with a `SafeStream`, for this process.
 
-    must_write: standard output is what the process is for.
+    must_write: standard output is the purpose of the process.
     """
     for number, name in enumerate(("stdin", *NAMES)):
-        if getattr(sys, name) is None:  # closed by who started the process
+        if getattr(sys, name) is None:  # closed by the parent process
             _occupy(number)
             if name in NAMES:
                 lost.setdefault(name, "closed")
@@ -96,7 +96,7 @@ def make_safe(must_write: bool = False) -> None:
 def safe() -> Iterator[None]:
     """Call `make_safe` for the code inside.
 
-    A stream that lost output stays safe after that, as Python's flush at the end of the process would fail on it.
+    A stream that lost output stays replaced afterwards, because Python's final flush would fail on the original.
     """
     before = {name: getattr(sys, name) for name in NAMES}
     make_safe()
@@ -109,7 +109,7 @@ def safe() -> Iterator[None]:
 
 
 def _occupy(number: int) -> None:
-    """Open a closed descriptor of standard input or output on /dev/null, so that no other file gets its number."""
+    """Open a closed standard descriptor on /dev/null, so that no other file gets its number."""
     try:
         os.fstat(number)
     except OSError:

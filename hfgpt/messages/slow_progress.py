@@ -1,4 +1,4 @@
-"""Progress of slow work, on stderr: a bar on a terminal, a line now and then in a file, nothing if work is fast."""
+"""Show the progress of slow work on stderr: a bar on a terminal, occasional lines in a file, nothing for fast work."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from hfgpt.messages.formats import duration
 
 T = TypeVar("T")
 
-DELAY_SECONDS = 5.0  # work that is done by then is not shown
+DELAY_SECONDS = 5.0  # work that takes less is not shown
 BAR_SECONDS, LINE_SECONDS = 0.5, 30.0  # between updates of the bar, and between lines in a file
 
 
 def has_room_for_bar() -> bool:
-    """Return whether stderr is a terminal with a size; on one without, as in some containers, tqdm shows nothing."""
+    """Return whether stderr is a terminal with a size; without a size, as in some containers, tqdm shows nothing."""
     try:
         return sys.stderr.isatty() and os.get_terminal_size(sys.stderr.fileno()).lines > 0
-    except (OSError, ValueError):  # it has no descriptor, or is closed
+    except (OSError, ValueError):  # no descriptor, or closed
         return False
 
 
 class SlowWork:
-    """Shows how far the work inside the context is. Only the main process shows anything.
+    """Shows the progress of the work inside this context, on the main process only.
 
         with SlowWork("tokenizing", "documents", len(documents)) as work:
             for document in work.count(documents):
                 ...
 
-    A thread shows it, so that counting costs nothing, and work that has no steps shows its time.
+    A thread does the display, so counting costs nothing, and work without steps shows its elapsed time.
 
-    unit: what is counted, in the plural. total: how many there are, if that is known.
+    unit: what is counted, in the plural. total: how many there are, if known.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class SlowWork:
         self._thread: threading.Thread | None = None
 
     def count(self, items: Iterable[T]) -> Iterator[T]:
-        """Yield `items`; each counts as done when the next one is asked for."""
+        """Yield `items`; each counts as done when the next one is requested."""
         for item in items:
             yield item
             self.done += 1
@@ -91,7 +91,7 @@ class SlowWork:
         self._bar.refresh()
 
     def line(self) -> str:
-        """Return how far the work is: `tokenizing: 300 of 1,200 documents, 0:00:35 so far, 0:01:45 left`."""
+        """Format the progress so far: `tokenizing: 300 of 1,200 documents, 0:00:35 so far, 0:01:45 left`."""
         seconds, done = self.clock() - self.began, self.done
         counted = [f"{done:,}{f' of {self.total:,}' if self.total else ''} {self.unit}"] if self.unit else []
         left = [f"{duration(seconds / done * (self.total - done))} left"] if self.total and done else []

@@ -1,4 +1,4 @@
-"""Attention masks: causal, with padding, and limited to each document.
+"""Attention masks: causal, with padding, and within documents.
 
 Shape suffixes: B batch, H heads, T query length, S key length.
 """
@@ -15,9 +15,9 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 def document_attention(ids_BT: Tensor, separator_id: int, flex: bool = False) -> dict[str, Any]:
     """Return the `attention_mask` and `position_ids` with which tokens attend only within their own document.
 
-    A document begins at its separator; tokens before the first separator of a row are a document too. The mask is
-    boolean (B, 1, T, T), or with `flex` a BlockMask for flex attention: faster in a compiled model on a GPU, but
-    without dropout, and without a backward pass on a CPU.
+    A document begins at its separator; tokens before the first separator of a row also form a document. The mask is
+    boolean (B, 1, T, T), or with `flex` a BlockMask for flex attention, which is faster in a compiled model on a GPU,
+    but has no dropout, and no backward pass on a CPU.
     """
     B, T = ids_BT.shape
     position_T = torch.arange(T, device=ids_BT.device)
@@ -37,7 +37,7 @@ def document_attention(ids_BT: Tensor, separator_id: int, flex: bool = False) ->
 def attention_mask_BHTS(attention_mask: Any, past: int, T: int, device: torch.device) -> Any:
     """Return a boolean mask (True: may attend) that broadcasts to (B, H, T, S), or None for plain causal attention.
 
-    `attention_mask`: (B, S) with 0 on padding, or a finished 4-D mask or BlockMask. `past`: tokens in the cache.
+    `attention_mask`: (B, S) with 0 on padding, or a complete 4-D mask or BlockMask. `past`: tokens in the cache.
     """
     if isinstance(attention_mask, BlockMask) or (attention_mask is not None and attention_mask.dim() == 4):
         return attention_mask
@@ -48,5 +48,5 @@ def attention_mask_BHTS(attention_mask: Any, past: int, T: int, device: torch.de
     causal_TS = key_S <= query_T1
     if attention_mask is None:
         return causal_TS
-    # A padded query sees itself: the softmax of a row with nothing to see is NaN, which would spread to other rows.
+    # A padded query attends to itself: the softmax of a fully masked row is NaN, which would spread to other rows.
     return causal_TS & (attention_mask[:, None, None, :].bool() | (key_S == query_T1))

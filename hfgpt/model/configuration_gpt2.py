@@ -13,8 +13,8 @@ from hfgpt.errors import UserError
 from hfgpt.messages.formats import shown
 from hfgpt.settings.field_types import NOT_CONVERTIBLE, convert, describe
 
-MOST_UNKNOWN = 20  # unknown fields that an error lists
-MOST_HEADS = 2**12  # largest number of heads that an error lists as fitting
+MOST_UNKNOWN = 20  # most unknown fields that an error lists
+MOST_HEADS = 2**12  # largest number of heads that an error suggests
 _DROPOUTS = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
 _SIZES = ("n_layer", "n_head", "n_embd", "n_positions", "n_inner", "vocab_size")
 _NO_DROPOUT = dict.fromkeys(_DROPOUTS, 0.0)
@@ -45,10 +45,10 @@ _TYPES = {
 
 
 def model_fields(model: str | dict[str, Any], defaults: dict[str, Any] = _NO_DROPOUT) -> dict[str, Any]:
-    """Return the GPT2Config fields of `model`: a name of MODEL_SIZES, or fields, which may begin with {"size": name}.
+    """Return the GPT2Config fields of `model`: a name in MODEL_SIZES, or fields, optionally based on {"size": name}.
 
-    defaults: fields that `model` does not state. Raises UserError for an unknown name or field, and for sizes that
-    cannot work.
+    defaults: values of fields that `model` does not set. Raises UserError for an unknown name or field, and for sizes
+    that cannot work.
     """
     given = {"size": model} if isinstance(model, str) else dict(model)
     if any(value is None and ":" in str(key) for key, value in given.items()):
@@ -79,14 +79,14 @@ def model_fields(model: str | dict[str, Any], defaults: dict[str, Any] = _NO_DRO
 
 
 def _checked_field(key: str, value: Any) -> Any:
-    """Return the value in the type of its field. Raises UserError if it cannot be used."""
+    """Return the value converted to its field's type. Raises UserError if it cannot be used."""
     where = f"model.{shown(key)}={shown(value)}"
     try:
         value = convert(value, _TYPES[key])
     except NOT_CONVERTIBLE:
         raise UserError(f"{where}: must be {describe(_TYPES[key])}") from None
     if key in ("layer_norm_epsilon", "initializer_range") and not 1e-30 <= value < 1:
-        raise UserError(f"{where}: must be above 0 and below 1, in float32 too")
+        raise UserError(f"{where}: must be above 0 and below 1, also in float32")
     if key in _SIZES and value is not None and value < 1:
         raise UserError(f"{where}: must be at least 1")
     if key in _DROPOUTS and not 0 <= value < 1:
@@ -109,9 +109,9 @@ def model_config(
     bos_token_id: int | None = None,
     pad_token_id: int | None = None,
 ) -> GPT2Config:
-    """Return the GPT2Config of `model` (see `model_fields`) for a tokenizer of `vocab_size` rows and these ids.
+    """Return the GPT2Config of `model` (see `model_fields`) for a tokenizer of `vocab_size` rows with these ids.
 
-    Raises UserError if `model` states another vocab_size than the tokenizer's.
+    Raises UserError if `model` sets a vocab_size other than the tokenizer's.
     """
     fields = model_fields(model)
     stated = fields.pop("vocab_size", vocab_size)
@@ -125,27 +125,28 @@ def model_config(
 
 
 def fields_of(config: GPT2Config) -> dict[str, Any]:
-    """Return the fields from which `model_config` builds `config` again. Raises UserError for values that cannot work.
+    """Return the fields with which `model_config` rebuilds `config`. Raises UserError for values that cannot work.
 
-    vocab_size is not among them, as a new model gets one row for each id of its tokenizer.
+    vocab_size is left out: a new model gets one row for each id of its tokenizer.
     """
     return model_fields({key: getattr(config, key) for key in _TYPES if key != "vocab_size"})
 
 
 def model_rows(tokenizer: Any) -> int:
-    """Return the number of rows that a model needs for a tokenizer: its highest id, plus one.
+    """Return the number of embedding rows a tokenizer needs: its highest id plus one.
 
-    `len(tokenizer)` is lower where ids are left out.
+    This is more than `len(tokenizer)` if the ids have gaps.
     """
     return max(tokenizer.get_vocab().values(), default=0) + 1
 
 
 def special_ids(tokenizer: Any) -> dict[str, int | None]:
-    """Return the ids of a tokenizer's bos, eos, pad and unk tokens, as a checkpoint states them.
+    """Return the ids of a tokenizer's bos, eos, pad and unk tokens, as stored in a checkpoint.
 
-    Batches need a pad token, and CTranslate2 needs bos and unk: one that the tokenizer lacks is replaced by another of
-    them, as in GPT-2, where end-of-text serves for all. Nothing replaces eos, which ends texts. All are None for
-    characters: a token added for them would be a row more, and a character made special would vanish from decoded text.
+    Batches need a pad token, and CTranslate2 needs bos and unk. If the tokenizer lacks one of these, another special
+    token replaces it, as in GPT-2, where end-of-text serves for all. Nothing replaces eos, which ends texts. All are
+    None for a character tokenizer: an added token would need one more row, and a character declared special would
+    vanish from decoded text.
     """
     bos, eos, pad, unk = (getattr(tokenizer, f"{name}_token_id", None) for name in ("bos", "eos", "pad", "unk"))
 

@@ -1,4 +1,4 @@
-"""Formulas that torch.compile turns into faster code for a CPU than torch's fused operators.
+"""Formulas that, compiled for a CPU, are faster than torch's fused operators.
 
 Shape suffixes: B batch, H heads, T sequence, D head size.
 """
@@ -14,12 +14,12 @@ PRODUCT_ATTENTION_LENGTH = 512  # longest sequence for which `product_attention`
 
 
 def is_compiled_for_cpu(x: Tensor) -> bool:
-    """Return whether `x` is on a CPU and torch.compile is tracing."""
+    """Return whether torch.compile is tracing, with `x` on a CPU."""
     return x.device.type == "cpu" and torch.compiler.is_compiling()
 
 
 def products_are_faster(dtype: torch.dtype, T: int) -> bool:
-    """Return whether a compiled model on a CPU uses `product_attention`. In float32 both forms take the same time."""
+    """Return whether a compiled model on a CPU uses `product_attention`. In float32 both take the same time."""
     return dtype == torch.bfloat16 and T <= PRODUCT_ATTENTION_LENGTH
 
 

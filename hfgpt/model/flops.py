@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from transformers import GPT2Config
 
-TYPICAL_MFU = 0.4  # what an estimate assumes before anything is measured
+TYPICAL_MFU = 0.4  # assumed by estimates before anything is measured
 
 
 class ParameterCounts(NamedTuple):
@@ -45,10 +45,10 @@ def training_flops_per_token(config: GPT2Config, sequence_length: int) -> int:
 
 
 def recomputed_flops_per_token(config: GPT2Config, sequence_length: int) -> int:
-    """Return the FLOPs per token that gradient checkpointing adds: the forward pass of the blocks, without the head."""
+    """Return the FLOPs per token added by gradient checkpointing: the forward pass of the blocks, without the head."""
     return training_flops_per_token(config, sequence_length) // 3 - 2 * config.vocab_size * config.n_embd
 
 
 def mfu(tokens_per_second: float, flops_per_token: float, peak_tflops: float, devices: int) -> float:
-    """Return the model FLOPs utilisation, a fraction. `tokens_per_second` is over all devices, `peak_tflops` of one."""
+    """Return the model FLOPs utilization, a fraction. `tokens_per_second` is over all devices, `peak_tflops` of one."""
     return tokens_per_second * flops_per_token / (devices * peak_tflops * 1e12)

@@ -1,4 +1,4 @@
-"""The loss of the language-model head, with the logits of a bounded number of tokens in memory.
+"""The loss of the language-model head, with only a limited number of tokens' logits in memory at once.
 
 The logits of a micro-batch are its largest tensor: 8 x 1,024 tokens of GPT-2 take 1.6 GiB in float32, and their
 gradient as much again.
@@ -13,15 +13,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-UNSCORED = -100  # torch's mark of a target that is ignored
-HEAD_CHUNK_SIZE = 1024  # tokens whose logits exist at a time in training; a compiled model needs no chunks
-SOFTMAX_ROWS = 128  # tokens whose softmax exists at a time in evaluation; likewise
+UNSCORED = -100  # torch's value for ignored targets
+HEAD_CHUNK_SIZE = 1024  # tokens whose logits exist at once in training; a compiled model needs no chunks
+SOFTMAX_ROWS = 128  # tokens whose softmax exists at once in evaluation; likewise
 
 
 def head_loss(x_NC: Tensor, weight_VC: Tensor, target_N: Tensor, chunk_size: int | None = None) -> Tensor:
-    """Return the summed negative log-likelihood in nats of the targets, a float32 scalar. Targets of -100 are ignored.
+    """Return the summed negative log-likelihood of the targets in nats, a float32 scalar. Targets of -100 are ignored.
 
-    With `chunk_size`, the logits of at most that many tokens exist at a time.
+    With `chunk_size`, the logits of at most that many tokens exist at once.
     """
     if chunk_size is None or x_NC.shape[0] <= chunk_size:
         return _unchunked_loss(x_NC, weight_VC, target_N)
@@ -40,10 +40,10 @@ def _unchunked_loss(x_NC: Tensor, weight_VC: Tensor, target_N: Tensor) -> Tensor
     V = weight_VC.shape[0]
     if _pads(weight_VC):
         weight_VC = F.pad(weight_VC, (0, 0, 0, -V % 64))
-    logits_NV = F.linear(x_NC, weight_VC)[:, :V]  # the rows that were added take no probability
+    logits_NV = F.linear(x_NC, weight_VC)[:, :V]  # the added rows get no probability
     if torch.is_grad_enabled():
         return F.cross_entropy(logits_NV.float(), target_N, reduction="sum")
-    # The sum above loses a digit over a thousand tokens, which an evaluation would show; Tensor.sum adds pairwise. The
+    # The sum above loses a digit over a thousand tokens, and evaluations would show it; Tensor.sum adds pairwise. The
     # softmax takes a few rows at a time, as a second copy of the logits would set the peak. Compiled code does both by
     # itself.
     rows = len(target_N) if torch.compiler.is_compiling() else SOFTMAX_ROWS

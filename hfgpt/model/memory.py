@@ -1,9 +1,9 @@
 """Memory of a training step, by part, from the model's configuration and how one process trains it.
 
-The bytes are counted from the tensors that exist at three moments: when the loss is differentiated, when the last block
-is, and when the embedding is. On a CPU the counts are checked against the tensors that autograd keeps
-(tests/model/test_memory.py) and against resident memory (tests/benchmarks/memory.py, which also measures a GPU). On a
-GPU they are not measured yet: what only a GPU has is from documentation, as noted where it is counted.
+The bytes are counted from the tensors that exist at three moments of the backward pass: at the loss, at the last block,
+and at the embedding. On a CPU the counts are checked against the tensors that autograd keeps
+(tests/model/test_memory.py) and against resident memory (tests/benchmarks/memory.py, which also measures a GPU). They
+have not been measured on a GPU yet: whatever only a GPU has is taken from documentation, as noted where it is counted.
 
 B batch, T sequence, C width, H heads, V vocabulary, N = B * T tokens of a micro-batch.
 """
@@ -20,7 +20,9 @@ from hfgpt.model.cpu_kernels import products_are_faster
 from hfgpt.model.flops import parameter_counts
 from hfgpt.model.head_loss import HEAD_CHUNK_SIZE
 
-CUBLAS_WORKSPACE_BYTES = 32 * 2**20  # on Hopper, by torch's documentation of CUBLAS_WORKSPACE_CONFIG; others 8 MiB
+CUBLAS_WORKSPACE_BYTES = (
+    32 * 2**20
+)  # on Hopper, according to torch's documentation of CUBLAS_WORKSPACE_CONFIG; others 8 MiB
 
 FUSED_ATTENTION = ("cpu", "cuda", "xpu")  # attention whose backward pass needs no (T, T) probabilities
 
@@ -56,7 +58,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one device at the peak of a step. `logits`: all that the head and the loss need."""
+    """Bytes on one device at the peak of a step. `logits`: everything that the head and the loss need."""
 
     weights: int
     gradients: int
@@ -71,21 +73,21 @@ class Memory:
 
 
 def training_memory(config: GPT2Config, setting: Setting) -> Memory:
-    """Return the peak of a step, from the second step on, when the optimizer's state exists."""
+    """Return the peak of a step once the optimizer's state exists (from the second step on)."""
     step = StepBytes(config, setting)
     moments = (step.at_loss(), step.at_last_block(), step.at_embedding())
     return max(moments, key=lambda moment: moment.peak)
 
 
 class StepBytes:
-    """Bytes of the tensors in a step of one process."""
+    """Bytes of the tensors in one process's step."""
 
     def __init__(self, config: GPT2Config, setting: Setting) -> None:
         self.config, self.setting = config, setting
         self.is_cuda, self.is_gpu = setting.device == "cuda", setting.device != "cpu"
         self.is_16_bit = setting.precision != "no"
         self.is_accumulated = setting.accumulation > 1
-        self.number = 2 if self.is_16_bit else 4  # bytes of a number in the matrix products
+        self.number = 2 if self.is_16_bit else 4  # bytes per number in the matrix products
         self.T, self.N = setting.sequence_length, setting.micro_batch * setting.sequence_length
         self.C, self.H = config.n_embd, config.n_head
         self.V = config.vocab_size + (-config.vocab_size % 64 if self.is_cuda else 0)  # rows that the head multiplies
@@ -96,25 +98,25 @@ class StepBytes:
         self.head = setting.head or (
             "compiled" if setting.compiled else "chunked" if self.N > HEAD_CHUNK_SIZE else "whole"
         )
-        # As `head_loss` decides.
+        # The same choice as in `head_loss`.
         has_fused_loss = hasattr(F, "linear_cross_entropy") and not self.is_16_bit and config.vocab_size == self.V
-        # torch's chunked loss computes its gradients in the forward pass, and keeps them as long as the loss.
+        # torch's chunked loss computes its gradients in the forward pass, and keeps them as long as the loss exists.
         self.fused_gradients = 0
         if self.head == "chunked" and has_fused_loss:
             self.fused_gradients = 4 * self.C * (config.vocab_size + self.N)
 
     def at_loss(self) -> Memory:
-        """Count while the loss is differentiated: all blocks have kept their activations."""
+        """Count at the start of the backward pass, at the loss: all blocks still keep their activations."""
         gradients = 4 * self.parameters if self.is_accumulated else 0  # of earlier micro-batches
         return self._memory(gradients, self.activations(), self._head_peak())
 
     def at_last_block(self) -> Memory:
-        """Count while the MLP of the last block is differentiated: nothing but the head has been freed yet."""
+        """Count in the backward pass of the last block's MLP: only the head has been freed so far."""
         activations = self.activations()
         if self.setting.checkpointing:
-            activations += self.N * (self._block() - 4 * self.C)  # recomputed; its input is among those kept
+            activations += self.N * (self._block() - 4 * self.C)  # recomputed; its input is already counted
         gradients = 4 * self.parameters if self.is_accumulated else 0
-        # Gradients of the residual stream, of the MLP's output where it has another type, and of the MLP's inner layer.
+        # Gradients of the residual stream, of the MLP's output if its type differs, and of the MLP's inner layer.
         residual = 4 * self.C + (self.number * self.C if self.is_16_bit else 0)
         temporary = self.N * (residual + self.number * self.inner)
         return self._memory(gradients, activations, self.embedding + self.fused_gradients, temporary)
@@ -130,13 +132,13 @@ class StepBytes:
         return self._memory(4 * self.parameters, 4 * self.N * self.C, head, new)
 
     def saved(self) -> int:
-        """Count activations and logits that the forward pass keeps for the backward pass, without copies of weights."""
+        """Count activations and logits kept for the backward pass, without copies of weights."""
         return self.activations() + self._saved_logits()
 
     def weight_copies(self, only_saved: bool = False) -> int:
-        """Count 16-bit copies of matrices and biases, which autocast makes once and keeps until the backward pass ends.
+        """Count the 16-bit copies of matrices and biases that autocast keeps until the backward pass ends.
 
-        only_saved: those that autograd keeps too, which are the matrices outside recomputed blocks.
+        only_saved: count only those that autograd also keeps: the matrices outside recomputed blocks.
         """
         if not self.is_16_bit:
             return 0
@@ -147,9 +149,9 @@ class StepBytes:
         return head + 2 * (self.block_matrices + biases)
 
     def activations(self) -> int:
-        """Count what is kept outside the head: token and position ids, blocks, final norm with its output."""
+        """Count what is kept outside the head: token and position ids, blocks, the final norm and its output."""
         block = 4 * self.C if self.setting.checkpointing else self._block()
-        # In chunks the head takes the output as it is and casts each chunk; torch's own keeps the gradient instead.
+        # Our chunked head uses the output as it is and casts each chunk; torch's own keeps the gradient instead.
         output = 0 if self.fused_gradients else 4 if self.head == "chunked" else self.number
         dropped = self.C * (1 if self.is_gpu else 4) if self.config.embd_pdrop else 0
         per_token = self.config.n_layer * block + 4 * self.C + 8 + output * self.C + dropped
@@ -159,7 +161,7 @@ class StepBytes:
         shares = self.setting.shares
         workspace = temporary + self.weight_copies() + self._gathered()
         if self.setting.processes > 1 and not self.setting.sharded:
-            workspace += 4 * self.parameters  # DDP's buckets, in which gradients are exchanged
+            workspace += 4 * self.parameters  # DDP's buckets, for exchanging gradients
         if self.is_cuda:
             workspace += CUBLAS_WORKSPACE_BYTES
         if not self.is_accumulated:  # FSDP2 splits gradients when it exchanges them, after the last micro-batch
@@ -181,17 +183,18 @@ class StepBytes:
     def _block(self) -> int:
         """Count what one block keeps, per token.
 
-        The two norms keep their inputs in float32, with mean and deviation; the matrix products their inputs; attention
-        its queries, keys and values, its output (the projection's input), and the sum of each row in float32; GELU its
-        input. That is 64 C in float32 and 36 C in 16 bits. torch.compile keeps the same (torch 2.13).
+        The two norms keep their inputs in float32, with mean and deviation. The matrix products keep their inputs.
+        Attention keeps its queries, keys and values, its output (the projection's input), and the sum of each row in
+        float32. GELU keeps its input. That is 64 C in float32 and 36 C in 16 bits. torch.compile keeps the same
+        (torch 2.13).
         """
         norms = 2 * (4 * self.C + 8)
         products = self.number * (2 * self.C + 3 * self.C + self.C + 2 * self.inner)
-        # A boolean mask of documents becomes one of numbers, but for flex attention.
+        # A boolean document mask becomes one of numbers, except for flex attention.
         uses_flex = self.setting.compiled and self.is_cuda and self.config.attn_pdrop == 0
         mask = self.number * self.T if self.setting.document_masking and not uses_flex else 0
         attention = 4 * self.H
-        if self._keeps_probabilities():  # and the scores, with maximum and sum of each row
+        if self._keeps_probabilities():  # and the scores, with the maximum and sum of each row
             attention = 2 * self.H * (self.number * self.T + 4)
         return norms + products + attention + mask + self._dropout()
 
@@ -204,10 +207,10 @@ class StepBytes:
         return self.setting.compiled and not self.is_gpu and is_plain and products_are_faster(dtype, self.T)
 
     def _dropout(self) -> int:
-        """Count what the dropouts of one block keep, per token: on a GPU a byte per element, on a CPU a number.
+        """Count what the dropouts of one block keep, per token: a byte per element on a GPU, a full number on a CPU.
 
-        A GPU draws attention's dropout again. A CPU has no fused attention with dropout: it keeps probabilities, noise
-        and their product in float32, and in 16-bit training its inputs too.
+        A GPU regenerates the dropout of attention. A CPU has no fused attention with dropout: it keeps probabilities,
+        noise and their product in float32, and in 16-bit training its inputs too.
         """
         total = 2 * self.C * (1 if self.is_gpu else self.number) if self.config.resid_pdrop else 0
         if self.config.attn_pdrop and not self.is_gpu:
@@ -216,27 +219,28 @@ class StepBytes:
         return total
 
     def _saved_logits(self) -> int:
-        """Count the logits: compiled as the product gives them, with two numbers per row; eager as float32 logarithms.
+        """Count the saved logits.
 
-        "returned" keeps both: chosen to match peaks reported for nanoGPT's model on GPUs; on a CPU torch 2.13 keeps no
-        more than "compiled" for such a model.
+        Compiled, they are kept in the precision of the product, with two numbers per row; eager, as float32 logarithms.
+        "returned" keeps both: chosen to match peaks reported for nanoGPT's model on GPUs. On a CPU, torch 2.13 keeps no
+        more for such a model than when compiled.
         """
         NV = self.N * self.V
         by_head = {"compiled": self.number * NV + 8 * self.N, "whole": 4 * NV, "returned": (self.number + 4) * NV}
         return by_head.get(self.head, 0)
 
     def _head_peak(self) -> int:
-        """Count the peak of head and loss, with their own gradients."""
+        """Count the peak of the head and the loss, with their own gradients."""
         C, V = self.C, self.V
-        if self.head in ("compiled", "returned"):  # what is saved, and the gradient of the logits
+        if self.head in ("compiled", "returned"):  # the saved logits and their gradient
             return self._saved_logits() + self.number * self.N * V
         if self.fused_gradients:
-            # Those of the micro-batch before are freed with its loss. Backward makes two scaled copies (measured).
+            # Those of the previous micro-batch are freed with its loss. Backward makes two scaled copies (measured).
             before = self.fused_gradients if self.is_accumulated else 0
             forward = 4 * HEAD_CHUNK_SIZE * V + 4 * self.N * C + self.fused_gradients + before
             return max(forward, 3 * self.fused_gradients)
         is_chunked = self.head == "chunked"
         rows = min(self.N, HEAD_CHUNK_SIZE) if is_chunked else self.N
         matrix = 4 * V * C + (self.number * V * C if self.is_16_bit else 0)
-        # Logarithms of the probabilities, their gradient and that of the logits; then the gradient of the matrix.
+        # Log-probabilities, their gradient, and the gradient of the logits; then the gradient of the matrix.
         return max(12 * rows * V + (4 * V * C if is_chunked else 0), (4 + self.number) * rows * V, matrix)

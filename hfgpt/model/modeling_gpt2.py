@@ -33,7 +33,7 @@ from hfgpt.model.head_loss import UNSCORED, head_loss
 # transformers renamed the argument and output `past_key_values` to `cache`; use the name of the installed version.
 _GENERATION_ARGS = inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
 CACHE_NAME = "cache" if "cache" in _GENERATION_ARGS else "past_key_values"
-PREFIX = "transformer."  # of all parameters but the head's
+PREFIX = "transformer."  # of all parameters except the head's
 
 
 class Attention(nn.Module):
@@ -43,7 +43,7 @@ class Attention(nn.Module):
         self.scale = (config.n_embd // config.n_head) ** -0.5 if config.scale_attn_weights else 1.0
         if config.scale_attn_by_inverse_layer_idx:
             self.scale /= layer_idx + 1
-        # Conv1D is a linear layer whose matrix is (in, out), as in OpenAI's file; nn.Linear's is (out, in).
+        # Conv1D is a linear layer with an (in, out) matrix, as in OpenAI's file; nn.Linear's matrix is (out, in).
         self.c_attn = Conv1D(3 * config.n_embd, config.n_embd)
         self.c_proj = Conv1D(config.n_embd, config.n_embd)
         self.c_proj.is_residual = True
@@ -55,7 +55,7 @@ class Attention(nn.Module):
         if cache is not None:
             k, v = cache.update(k, v, self.layer_idx)  # (B, H, S, D)
         dropout = self.dropout if self.training else 0.0
-        is_causal = mask is None and T > 1  # a single query, the newest, may see all keys
+        is_causal = mask is None and T > 1  # a single query, the newest, may attend to all keys
         if isinstance(mask, BlockMask):
             y_BHTD = flex_attention(q, k, v, block_mask=mask, scale=self.scale)
         elif is_causal and not dropout and is_compiled_for_cpu(q) and products_are_faster(q.dtype, T):
@@ -119,7 +119,7 @@ class Transformer(nn.Module):
 class GPT2LMHeadModel(PreTrainedModel, GenerationMixin):
     """GPT-2 with its language-model head. The name is GPT-2's because `save_pretrained` writes it into config.json.
 
-    `head_chunk_size` (attribute, default None) limits the tokens whose logits exist at a time in the loss.
+    `head_chunk_size` (attribute, default None) limits how many tokens' logits exist at once in the loss.
     """
 
     config_class = GPT2Config
@@ -176,16 +176,16 @@ class GPT2LMHeadModel(PreTrainedModel, GenerationMixin):
         """
         Args:
             input_ids: (B, T) token ids; or `inputs_embeds` (B, T, C).
-            attention_mask: (B, S), 0 on padding; S is T plus the length of the cache. Or that of `document_attention`.
-            labels: (B, T), the input ids, as in Hugging Face: position t is scored on labels[t + 1].
+            attention_mask: (B, S), 0 on padding, S = T + length of the cache; or that of `document_attention`.
+            labels: (B, T), the input ids, as in transformers: position t is scored on labels[t + 1].
             shift_labels: (B, T), already shifted: position t is scored on shift_labels[t]. -100 is not scored.
             num_items_in_batch: divides the summed loss; default: the number of scored targets.
-            logits_to_keep: number of last positions to compute logits for (0: all), or the positions themselves.
+            logits_to_keep: compute logits for this many last positions (0: all), or for these positions.
 
-        Returns only the loss with `shift_labels`, and with `labels` in training mode, so that no logits leave the head.
-        Otherwise logits (B, T, V), the loss if there are labels, and the cache if it is used.
+        With `shift_labels`, or with `labels` in training mode, returns only the loss, so that no logits leave the head.
+        Otherwise returns logits (B, T, V), the loss if there are labels, and the cache if it is used.
 
-        Raises UserError for more tokens, the cache's included, than the model has positions.
+        Raises UserError if there are more tokens, including cached ones, than positions in the model.
         """
         # Not in the signature: transformers' Trainer requires each argument with "label" in its name.
         shift_labels = others.pop("shift_labels", None)
@@ -224,45 +224,47 @@ class GPT2LMHeadModel(PreTrainedModel, GenerationMixin):
             fix = "shorten the input, or use hfgpt.evaluation.generate.generate, which continues from the last tokens"
             raise UserError(f"{tokens} tokens, but n_positions is {self.config.n_positions}; {fix}")
 
-    @functools.wraps(GenerationMixin.prepare_inputs_for_generation)  # `generate` looks at the signature
+    @functools.wraps(GenerationMixin.prepare_inputs_for_generation)  # `generate` inspects the signature
     def prepare_inputs_for_generation(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        self._check_length(input_ids.shape[1])  # `generate` passes position_ids, with which forward does not check
+        self._check_length(input_ids.shape[1])  # `generate` passes position_ids, for which forward does not check
         return super().prepare_inputs_for_generation(input_ids, *args, **kwargs)
 
     def save_pretrained(
         self, save_directory: Any, is_main_process: bool = True, state_dict: Any = None, **options: Any
     ) -> Any:
-        """Save as the base class does, with the parameter names of OpenAI's file: without "transformer." in front.
+        """Save as the base class does, but with the names in OpenAI's file, which lack the prefix "transformer.".
 
-        Stock transformers reads names of both kinds, mlx-lm only these. With an untied head the prefix stays, because
-        transformers 4 reads `lm_head.weight` only beside prefixed names.
+        Stock transformers reads both kinds of names, mlx-lm only these. With an untied head the prefix stays, because
+        transformers 4 reads `lm_head.weight` only alongside prefixed names.
         """
         prefix = PREFIX if self.config.tie_word_embeddings else ""
         state = self.state_dict() if state_dict is None else state_dict
-        # torch.compile puts "_orig_mod." before the names of a block that is compiled by itself.
+        # torch.compile adds the prefix "_orig_mod." in a block that is compiled separately.
         state = {name.replace("_orig_mod.", "").removeprefix(prefix): value for name, value in state.items()}
         return super().save_pretrained(save_directory, is_main_process, state, **options)
 
 
 def to_parameter_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors of a file under the model's parameter names. The names in a file may lack the prefix."""
+    """Rename the tensors of a file to the model's parameter names; names in a file may lack the prefix."""
     return {name if name.startswith((PREFIX, "lm_head.")) else PREFIX + name: value for name, value in tensors.items()}
 
 
 def new_model(
     size: str | dict[str, Any], tokenizer: PreTrainedTokenizerBase, seed: int, weights: dict[str, Tensor] | None = None
 ) -> GPT2LMHeadModel:
-    """Make a model of a named size, or of GPT2Config fields, with a row for each id of the tokenizer.
+    """Build a model of a named size, or from GPT2Config fields, with one row for each id of the tokenizer.
 
-    Its weights are random by `seed`, or `weights`, by parameter name.
+    The weights are `weights` (by parameter name), or else random with this `seed`.
     """
     torch.manual_seed(seed)
     ids = special_ids(tokenizer)
     del ids["unk_token_id"]  # GPT2Config has none
-    # Only for generation: stock transformers warns of an input that begins with the pad token of the model's config.
+    # Only for generation: stock transformers warns if an input begins with the pad token in the model's config.
     pad, ids["pad_token_id"] = ids["pad_token_id"], tokenizer.pad_token_id
     model = GPT2LMHeadModel(model_config(size, vocab_size=model_rows(tokenizer), **ids))
     model.generation_config.pad_token_id = pad
-    if weights and model.device.type != "meta":  # a model on meta has shapes only; its weights are loaded later
+    if (
+        weights and model.device.type != "meta"
+    ):  # a model on the meta device has only shapes; its weights are loaded later
         model.load_state_dict(weights)
     return model

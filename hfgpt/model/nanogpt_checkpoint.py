@@ -1,4 +1,4 @@
-"""Read nanoGPT's ckpt.pt as a GPT-2 model, without running code from it."""
+"""Read nanoGPT's ckpt.pt as a GPT-2 model, without running any code in it."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from hfgpt.model.configuration_gpt2 import model_config
 from hfgpt.model.modeling_gpt2 import GPT2LMHeadModel
 
 _FIELDS = {"n_layer": "n_layer", "n_head": "n_head", "n_embd": "n_embd", "block_size": "n_positions"}
-_WRAPPERS = re.compile(r"^(_orig_mod\.|module\.)+")  # of torch.compile and DDP
+_WRAPPERS = re.compile(r"^(_orig_mod\.|module\.)+")  # added by torch.compile and DDP
 _MASK_BUFFER = re.compile(r"\.attn\.(masked_)?bias$")
-# nn.Linear's matrix is (out, in), that of GPT-2's Conv1D (in, out). attn.c_proj is square: no shape would show it.
+# nn.Linear's matrix is (out, in), GPT-2's Conv1D matrix (in, out). attn.c_proj is square, so its shape cannot tell.
 _TRANSPOSED = re.compile(r"\.(attn\.c_attn|attn\.c_proj|mlp\.c_fc|mlp\.c_proj)\.weight$")
 
 
@@ -34,10 +34,12 @@ class NanoGPT(NamedTuple):
 
 
 def read_nanogpt(path: Path, where: str) -> NanoGPT:
-    """Read the model in a nanoGPT checkpoint. Raises UserError, which begins with `where`, for any other file."""
+    """Read the model in a nanoGPT checkpoint. Raises UserError, starting with `where`, for any other file."""
     content = _load(path, where)
     if not isinstance(content, dict) or not all(isinstance(content.get(key), dict) for key in ("model", "model_args")):
-        raise UserError(f"{where}: not a nanoGPT checkpoint, which has a `model` and its `model_args`; give ckpt.pt")
+        raise UserError(
+            f"{where}: not a nanoGPT checkpoint, which has `model` and `model_args`; give nanoGPT's ckpt.pt"
+        )
     given = {_WRAPPERS.sub("", str(name)): value for name, value in content["model"].items()}
     given = {name: value for name, value in given.items() if not _MASK_BUFFER.search(name)}
     config = _read_config(content["model_args"], given, where)
@@ -60,7 +62,7 @@ def read_nanogpt(path: Path, where: str) -> NanoGPT:
             tensors[name] = (value.t() if is_transposed else value).float().contiguous()
     if given:
         unknown = ", ".join(sorted(given)[:3])
-        problems.append(f"{where}: nanoGPT's model has no {unknown}; this file is of another model")
+        problems.append(f"{where}: unexpected tensors: {unknown}; give a checkpoint of nanoGPT's own model")
     if problems:
         raise UserError(*problems[:3])
     return NanoGPT(config, tensors)
@@ -69,19 +71,19 @@ def read_nanogpt(path: Path, where: str) -> NanoGPT:
 def _load(path: Path, where: str) -> Any:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the error below says it in one line
+            warnings.simplefilter("ignore")  # the error below covers it in one line
             # Memory-mapped: tensors that are not used, such as the optimizer's, are never read.
             return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except pickle.UnpicklingError as error:
         needed = re.search(r"(?:GLOBAL:?|class) ([\w.]+\.\w+)", str(error))
-        reason = f"it needs {needed[1]}" if needed else "it holds more than tensors, numbers and text"
+        reason = f"it needs {needed[1]}" if needed else "it contains more than tensors, numbers and text"
         fix = "save it again with tensors, numbers and text only"
-        raise UserError(f"{where}: {reason}, and code from a file is never run; {fix}") from error
+        raise UserError(f"{where}: {reason}, and code in a file is never run; {fix}") from error
     except OSError as error:
         raise UserError(f"{where}: {error.strerror or error}; name a file that can be read") from error
-    except Exception as error:  # torch raises a different type for each kind of damage
+    except Exception as error:  # damaged files raise errors of many types
         reason = message(error).split(". ")[0]
-        raise UserError(f"{where}: not a file of torch.save, or damaged ({reason}); give nanoGPT's ckpt.pt") from error
+        raise UserError(f"{where}: not written by torch.save, or damaged ({reason}); give nanoGPT's ckpt.pt") from error
 
 
 def _read_config(args: dict[str, Any], tensors: dict[str, Any], where: str) -> GPT2Config:
@@ -89,7 +91,9 @@ def _read_config(args: dict[str, Any], tensors: dict[str, Any], where: str) -> G
         raise UserError(f"{where}: model_args has no {', '.join(missing)}; give a ckpt.pt of nanoGPT's train.py")
     layers = len({name.split(".")[2] for name in tensors if re.match(r"transformer\.h\.\d+\.", name)})
     if args["n_layer"] != layers:
-        raise UserError(f"{where}: model_args has n_layer={args['n_layer']}, but there are tensors of {layers} layers")
+        raise UserError(
+            f"{where}: model_args has n_layer={args['n_layer']}, but the tensors are those of {layers} layers"
+        )
     fields = {ours: args[theirs] for theirs, ours in _FIELDS.items()}
     fields |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), args.get("dropout", 0.0))
     rows = args["vocab_size"]
@@ -107,12 +111,12 @@ def _find_problem(value: Any, shape: tuple[int, ...]) -> str | None:
     if not isinstance(value, Tensor) or not value.is_floating_point() or value.layout is not torch.strided:
         return "is not a tensor of floating-point numbers"
     if value.shape != shape:
-        return f"has the shape {tuple(value.shape)}, and by model_args it is {tuple(shape)}"
-    return None if value.isfinite().all() else "holds values that are not finite"
+        return f"has shape {tuple(value.shape)}, but model_args implies {tuple(shape)}"
+    return None if value.isfinite().all() else "contains NaN or infinity"
 
 
 def describe_nanogpt(path: Path, where: str) -> str:
-    """Return the name of a nanoGPT checkpoint, with the step and loss that it states."""
+    """Describe a nanoGPT checkpoint: its name, and the step and loss recorded in it."""
     content = _load(path, where)
     step, loss = content.get("iter_num"), content.get("best_val_loss")
     facts = [f"step {step:,}"] if isinstance(step, int) else []

@@ -134,7 +134,7 @@ class Forecast:
     def _time_rows(self) -> list[tuple[str, str]]:
         peak, costs = self.device.peak, self.costs()
         if self.tokens_per_second is None:
-            return [("time", f"{peak.source}; state the peak with --mfu_peak_tflops")]
+            return [("time", f"{peak.source}; set the peak with --mfu_peak_tflops")]
         rate = f"{self.tokens_per_second:,.0f} tokens/s at MFU {self.mfu:.3g} of {rounded(peak.tflops or 0, 4)} TFLOP/s"
         budget = f"{self.steps * self.batch.tokens_per_step:,} tokens in {counted(self.steps, 'step')}"
         rows = [
@@ -208,9 +208,9 @@ def forecast(
         problems += error.problems
     gib = memory_gib or (target and target.gib)
     if target and not gib:
-        problems.append(f"memory_gib: not given, and the memory of {target.name} is unknown; state it")
+        problems.append(f"memory_gib: not given, and the memory of {target.name} is unknown; set it")
     if fsdp and processes == 1:
-        problems.append("fsdp: needs several processes; state --processes, or leave it out")
+        problems.append("fsdp: needs several processes; set --processes, or leave it out")
     if fsdp and target and target.precision.name == "fp16":
         problems.append("fsdp: does not go with the loss scaling of fp16; leave it out")
     if problems or model is None or target is None or not gib:

@@ -21,14 +21,14 @@ class Batch:
         return self.micro_batch * self.accumulation * self.processes
 
     def splits(self) -> list[Batch]:
-        """Return all ways to split the same step over the same processes, smallest micro-batch first."""
+        """Return all ways to split this step over the same processes, smallest micro-batch first."""
         blocks = self.micro_batch * self.accumulation
         small = [size for size in range(1, math.isqrt(blocks) + 1) if blocks % size == 0]
         sizes = sorted({*small, *(blocks // size for size in small)})
         return [dataclasses.replace(self, micro_batch=size, accumulation=blocks // size) for size in sizes]
 
     def halved(self) -> Batch | None:
-        """Return the same step with half the micro-batch, or the next smaller divisor; None for one block."""
+        """Return the same step with half the micro-batch, or the next smaller divisor; None if it is one block."""
         return max(
             (cut for cut in self.splits() if 2 * cut.micro_batch <= self.micro_batch),
             key=lambda cut: cut.micro_batch,

@@ -1,4 +1,4 @@
-"""Text from a command line, or a value from YAML, as the type that a field has."""
+"""Convert text from a command line, or a value from YAML, to the type of a field."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from hfgpt.messages.formats import shown
 
 AUTO = "auto"
 NOT_CONVERTIBLE = (ValueError, TypeError, OverflowError)
-NO_VALUE: list[Any] = []  # of a flag that stands alone; no setting is a list
-WHOLE_BELOW = 2**63  # what JSON readers, torch and numpy hold
+NO_VALUE: list[Any] = []  # a flag without a value; no setting is a list
+WHOLE_BELOW = 2**63  # the largest that JSON readers, torch and numpy support
 _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
-LARGEST_YAML_BYTES = 2**16  # beyond which reading takes seconds
+LARGEST_YAML_BYTES = 2**16  # larger files take seconds to read
 
 
 def convert(value: Any, hint: Any) -> Any:
-    """Return `value` (text from a command line, or YAML) as the type `hint`. Raises ValueError if it is not one."""
+    """Convert `value` (from a command line, or YAML) to the type `hint`. Raises ValueError if that is impossible."""
     origin, options = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         is_mapping = isinstance(value, str) and value.lstrip().startswith("{")
         if is_mapping and (mapping := next((o for o in options if typing.get_origin(o) is dict), None)):
-            return convert(value, mapping)  # a broken one is no name
-        for option in sorted(options, key=lambda option: option is not type(None)):  # "none" is no name
+            return convert(value, mapping)  # a broken mapping is not a name
+        for option in sorted(options, key=lambda option: option is not type(None)):  # "none" is not a name
             try:
                 return convert(value, option)
             except ValueError:
                 continue
         raise ValueError
     if origin is Literal:
-        text = "no" if value is False or value in ("false", "off") else value  # YAML takes a bare `no` for false
+        text = "no" if value is False or value in ("false", "off") else value  # YAML reads a bare `no` as false
         if text in options:
             return text
         raise ValueError
@@ -93,7 +93,7 @@ def describe(hint: Any) -> str:
 
 
 class YamlSettings(yaml.SafeLoader):
-    """YAML that rejects duplicate keys, of which all but the last would silently be lost."""
+    """YAML that rejects duplicate keys; otherwise all but the last would be silently lost."""
 
     def compose_mapping_node(self, anchor: Any) -> Any:
         node = super().compose_mapping_node(anchor)
@@ -104,12 +104,12 @@ class YamlSettings(yaml.SafeLoader):
 
 
 def read_yaml(path: str) -> dict[str, Any]:
-    """Return the `key: value` lines of a settings file, with numbers as text, as a command line has them.
+    """Read the `key: value` lines of a settings file. Numbers stay text, as on a command line.
 
-    Plain YAML would turn the name 1.10 into 1.1, and 010 into 8. Raises UserError for anything else.
+    (Plain YAML would turn the name 1.10 into 1.1, and 010 into 8.) Raises UserError for any other file.
     """
     if not path:
-        raise UserError("config: no file is named; give --config FILE.yaml")
+        raise UserError("config: no file is given; use --config FILE.yaml")
     where = f"config={shown(path)}"
     try:
         name = Path(local_path(path))
@@ -118,7 +118,7 @@ def read_yaml(path: str) -> dict[str, Any]:
     try:
         size = name.stat().st_size
         if size > LARGEST_YAML_BYTES:
-            raise UserError(f"{where}: {size:,} bytes are too many for a settings file; name another YAML file")
+            raise UserError(f"{where}: {size:,} bytes is too large for a settings file; choose another YAML file")
         loader = YamlSettings(read_text_file(name))
         root = loader.get_single_node()
         for _, node in root.value if isinstance(root, yaml.MappingNode) else []:
@@ -128,13 +128,13 @@ def read_yaml(path: str) -> dict[str, Any]:
     except UserError:
         raise
     except OSError as error:
-        raise UserError(f"{where}: {error.strerror}; name an existing YAML file") from None
+        raise UserError(f"{where}: {error.strerror}; choose an existing YAML file") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UserError(f"{where}: not YAML: {' '.join(str(error).split())[:300]}") from None
     except RecursionError:
         raise UserError(f"{where}: nested too deeply; must hold `key: value` lines") from None
-    except (ValueError, OverflowError):  # thousands of digits
-        raise UserError(f"{where}: holds an impossible number or date") from None
+    except (ValueError, OverflowError):  # such as a number of thousands of digits
+        raise UserError(f"{where}: contains an impossible number or date") from None
     if content is None:
         return {}
     if not isinstance(content, dict):

@@ -1,6 +1,6 @@
-"""How settings from a recipe, YAML files and the command line become one set, before `PretrainConfig` checks it.
+"""Merge settings from a recipe, YAML files and the command line, before `PretrainConfig` checks them.
 
-A recipe's value that conflicts with what the user set is replaced, so that a recipe never refuses the user's settings.
+Recipe values that conflict with what the user set are replaced, so a recipe never blocks the user's settings.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class GaveWay(NamedTuple):
 
 
 class Merged(NamedTuple):
-    """Settings of several layers in one, those that the user set, and the recipe's values that were replaced."""
+    """The merged settings, which of them the user set, and the recipe values that were replaced."""
 
     values: Layer
     stated: frozenset[str]
@@ -72,9 +72,9 @@ class _Parser(argparse.ArgumentParser):
 
 
 def read_flags(cls: type[PretrainConfig], defaults: Layer, argv: list[str] | None) -> list[Layer]:
-    """Read the command line: one layer for each `--config` file, and one of the flags.
+    """Read the command line: one layer for each `--config` file, and one for the flags.
 
-    defaults: values of the recipe, for `--help`. If a flag is repeated, the last one counts, with a warning.
+    defaults: the recipe's values, shown by `--help`. If a flag is repeated, the last one counts, with a warning.
     """
     parser = _Parser(allow_abbrev=False, argument_default=argparse.SUPPRESS)
     options: dict[str, Any] = {"action": "append", "nargs": "?"}  # append, to notice repeated flags
@@ -84,7 +84,7 @@ def read_flags(cls: type[PretrainConfig], defaults: Layer, argv: list[str] | Non
     for spec in dataclasses.fields(cls):
         default = defaults.get(spec.name, spec.default)
         text = f"{spec.metadata['help']} (default: {default})".replace("%", "%%").strip()
-        alone = "true" if "bool" in str(spec.type) else NO_VALUE  # what a flag without a value means
+        alone = "true" if "bool" in str(spec.type) else NO_VALUE  # the value of a flag that has none
         choices = get_args(hints[spec.name]) if get_origin(hints[spec.name]) is Literal else ["VALUE"]
         parser.add_argument(f"--{spec.name}", metavar="|".join(choices), const=alone, help=text, **options)
     known, unknown = parser.parse_known_args(argv)
@@ -105,13 +105,13 @@ def read_flags(cls: type[PretrainConfig], defaults: Layer, argv: list[str] | Non
 
 
 def drop_of_another(cls: type[PretrainConfig], recipe: Layer, layers: list[Layer]) -> dict[str, GaveWay]:
-    """Remove from `recipe` what describes its own dataset or weights, if the user names others."""
+    """Remove settings that describe the recipe's own dataset or weights, if the user names others."""
     stated = {key: value for layer in layers for key, value in layer.items()}
     dropped = {}
     for key, dependent in _OF_ANOTHER.items():
         if stated.get(key) in (None, "none", "null", "None") or stated[key] == recipe.get(key):
             continue
-        if key == "dataset" and not _is_local(str(stated[key])):  # perhaps a mirror with the same configurations
+        if key == "dataset" and not _is_local(str(stated[key])):  # perhaps a mirror with the same subsets
             continue
         for name in dependent:
             # Weights come with their own tokenizer, unless they have none.
@@ -129,9 +129,9 @@ def stated_size(layers: list[Layer]) -> str:
 
 
 def merge_layers(cls: type[PretrainConfig], layers: list[Layer], recipe: list[Layer]) -> Merged:
-    """Merge layers, later ones winning over earlier ones, and all over those of the recipe.
+    """Merge layers: later ones override earlier ones, and all of them override the recipe.
 
-    Unknown settings are problems. Values of the recipe that conflict with `layers` are replaced.
+    Unknown settings are problems. Recipe values that conflict with `layers` are replaced.
     """
     merged: Layer = {}
     for layer in (*recipe, *layers):
@@ -158,10 +158,10 @@ def merge_layers(cls: type[PretrainConfig], layers: list[Layer], recipe: list[La
 def _give_way(
     cls: type[PretrainConfig], merged: dict[str, Any], stated: frozenset[str], recipe: dict[str, Any]
 ) -> dict[str, GaveWay]:
-    """Change values in `merged` that the user did not set until they fit those that the user set.
+    """Change values in `merged` that the user did not set, until they fit those that the user set.
 
-    A problem's text names the settings that conflict; the first of them that the user did not set gets another value.
-    Problems of the recipe alone remain.
+    The text of a problem names the settings that conflict; the first one that the user did not set gets another value.
+    Problems that the recipe has by itself remain.
     """
     defaults = {spec.name: spec.default for spec in dataclasses.fields(cls)}
     open_keys = [key for key in defaults if key not in stated]
@@ -191,12 +191,12 @@ def _problems_of(cls: type[PretrainConfig], values: dict[str, Any]) -> tuple[str
 
 
 def _kind(problem: str) -> str:
-    """Return a problem's text without values and hints, to compare problems."""
+    """Return the text of a problem without values and hints, to compare problems."""
     return re.sub(r"=\S+|\d\S*", "", problem.split(";")[0])
 
 
 def _alternatives(key: str, values: dict[str, Any], default: Any) -> list[Any]:
-    """Return values to try for a setting that the user did not set: the nearest that fit, or the default."""
+    """Return values to try for a setting that the user did not set: the nearest ones that fit, or the default."""
     with contextlib.suppress(UserError, *NOT_CONVERTIBLE):  # the other values may be invalid themselves
         sequence_length, given = convert(values["sequence_length"], int), values["per_device_train_batch_size"]
         micro_batch = 1 if given == AUTO else convert(given, int)
@@ -244,5 +244,5 @@ def _exists(path: str) -> bool:
 
 
 def _has_tokenizer(init_from: str) -> bool:
-    """Return whether these weights come with a tokenizer. Hub repositories are assumed to have one."""
+    """Return whether weights come with a tokenizer. Hub repositories are assumed to."""
     return not _exists(init_from) or has_tokenizer(Path(init_from).expanduser())

@@ -56,7 +56,7 @@ def _recorded_source(config: PretrainConfig, resumed_from: Path) -> tuple[str | 
     run = f"the run resumes from {resumed_from}, and began from {name or 'random weights'}"
     if name is None:
         if config.init_from is not None:
-            raise UserError(f"init_from={config.init_from}: {run}; leave it out, or name another output_dir")
+            raise UserError(f"init_from={config.init_from}: {run}; leave it out, or choose another output_dir")
         return None, {}
     stated = config.init_from or name
     if name not in (stated, str(Path(stated).resolve())) and not name.startswith(f"{stated}@"):

@@ -290,8 +290,8 @@ def test_the_plan_shows_what_is_trained_on(tmp_path):
     ("documents", "options", "message"),
     [
         (["ab"], {}, "fewer than one block.*sequence_length=16"),
-        ([None, ""], {}, "holds no usable document"),
-        ([None, ""], {"streaming": True}, "holds no usable document"),
+        ([None, ""], {}, "contains no usable document"),
+        ([None, ""], {"streaming": True}, "contains no usable document"),
         (texts(30), {"eval_dataset": "nowhere.txt"}, r"^eval_dataset=nowhere\.txt: no such file"),
         (texts(30), {"tokenizer": "bpe-1"}, "^tokenizer=bpe-1"),
         (texts(5), {"streaming": True}, "too few training documents"),

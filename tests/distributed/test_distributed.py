@@ -432,7 +432,7 @@ def test_unequal_numbers_of_targets_weigh_as_in_one_batch(tmp_path, document_fol
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        ({"FSDP_VERSION": "1"}, "fsdp_version: 1 (the default is 1); state fsdp_version: 2"),
+        ({"FSDP_VERSION": "1"}, "fsdp_version: 1 (the default is 1); set fsdp_version: 2"),
         ({"FSDP_ACTIVATION_CHECKPOINTING": "true"}, "use --gradient_checkpointing true"),
         ({"FSDP_OFFLOAD_PARAMS": "true"}, "fsdp_offload_params: true in the accelerate configuration"),
         ({"FSDP_IGNORED_MODULES": "lm_head"}, "fsdp_ignored_modules: lm_head"),

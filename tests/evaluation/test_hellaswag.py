@@ -217,8 +217,8 @@ def test_a_broken_row_is_named(tokenizer, tmp_path, changes, message):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("", "holds no example"),
-        ("\n \n", "holds no example"),
+        ("", "has no examples"),
+        ("\n \n", "has no examples"),
         (json.dumps(ROW) + "\n\n{nonsense\n", "row 3: not JSON"),
         (json.dumps(ROW) + "\n[1]\n", "row 2: not an object"),
         (json.dumps({"text": "a", "label": 1}), "row 1: has no ctx, endings; its fields are text, label"),

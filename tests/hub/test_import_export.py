@@ -159,7 +159,7 @@ WTE, PROJECTION = "transformer.wte.weight", "transformer.h.1.attn.c_proj.weight"
         (without(WTE), {}, f"{WTE} is missing"),
         (without("transformer.ln_f.bias"), {}, "transformer.ln_f.bias is missing"),
         (changed(PROJECTION, lambda value: value[:5]), {}, r"c_proj.weight has the shape \(5, 32\)"),
-        (changed(PROJECTION, lambda value: value * torch.nan), {}, "c_proj.weight holds values that are not finite"),
+        (changed(PROJECTION, lambda value: value * torch.nan), {}, "c_proj.weight contains NaN or infinity"),
         (changed(PROJECTION, lambda value: value.int()), {}, "c_proj.weight is not a tensor of floating-point"),
         (changed(WTE, lambda value: "text"), {}, f"{WTE} is not a tensor"),
         (lambda state: {**state, "transformer.h.0.rotary": torch.ones(3)}, {}, "no transformer.h.0.rotary"),

@@ -245,7 +245,7 @@ def test_a_disk_that_is_full_from_the_start_is_one_line_and_no_run(config, capsy
     settings = config()
     monkeypatch.setattr("hfgpt.checkpointing.run_folder.os.fsync", full)
     code, lines = ending(capsys, Pretrainer(settings).train)
-    named = f"error: output_dir={settings.output_dir}: No space left on device; name a folder that can be written"
+    named = f"error: output_dir={settings.output_dir}: No space left on device; choose a folder that can be written"
     assert (code, lines) == (2, [named])
     assert [path.name for path in Path(settings.output_dir).iterdir()] == [".lock"]
 
@@ -556,5 +556,5 @@ def test_a_run_folder_that_cannot_be_is_one_line(config, capsys, tmp_path, kind)
 
     code, lines = ending(capsys, run)
     assert code == 2 and len(lines) == 1 and lines[0].startswith("error: output_dir="), lines
-    assert re.search("name a folder that can be written|give a(nother)? path", lines[0]), lines
+    assert re.search("choose a folder that can be written|give a(nother)? path", lines[0]), lines
     assert not (tmp_path / "nowhere").exists()

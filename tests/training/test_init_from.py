@@ -71,7 +71,7 @@ def test_the_fact_is_recorded_and_a_resumed_run_does_not_need_the_source(begun, 
     assert "is not read" not in caplog.text
     trained(settings("part", init_from="elsewhere", resume_from_checkpoint="latest", max_steps=8))
     assert f"began from {folder}" in caplog.text
-    with pytest.raises(UserError, match="began from random weights; leave it out, or name another output_dir"):
+    with pytest.raises(UserError, match="began from random weights; leave it out, or choose another output_dir"):
         trained(settings("first", init_from=str(resumed.folder.checkpoint(6)), resume_from_checkpoint="latest"))
 
 

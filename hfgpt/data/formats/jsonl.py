@@ -54,7 +54,7 @@ def find_damage(file: str, data: bytes, is_whole: bool, text_column: str | None)
         if re.match(rb"\[\s*\{", data):
             return BadFile(f"dataset: {file} is a JSON array; write one object a line, for example: jq -c '.[]' {jq}")
         if len(lines) > 1 and data.startswith(b"{") and not lines[0].rstrip().endswith(b"}"):
-            what = "holds a JSON object over several lines"
+            what = "contains a JSON object that spans several lines"
             return BadFile(f"dataset: {file} {what}; write one object a line, for example: jq -c . {jq}")
         if lines and not objects:
             shown = ascii(lines[0][:40].decode("utf-8", "replace"))
