@@ -1,12 +1,12 @@
-"""From a text to batches of tokens. Each step knows only the one before it:
+"""From a text to batches of tokens. Each stage knows only the one before it:
 
-sources.py         a text by name: local files, a Hub dataset, or the embedded text, as units that are read alone
-formats/           what is in a file: units, and the rows of a unit. New file formats go here
+sources.py         opens a text by name: local files, a Hub dataset, or the embedded text, as units read independently
+formats/           what a file contains: units, and the rows of a unit. New file formats go here
 held_out.py        which part is validation text
 tokenization.py    the tokenizer; encoding.py turns documents into ids
-memory_blocks.py   blocks of a text in memory; document_stream.py of a text of any size
+memory_blocks.py   blocks of a text in memory; document_stream.py does it for a text of any size
 loader.py          each process's share of each step
-prepare.py         puts all of this together, for a run; run_text.py for a run that is resumed, audited or verified
+prepare.py         combines all of this for a new run; run_text.py for a run that is resumed, audited or verified
 """
 
 from hfgpt.data.prepare import TextData, describe_skipped, prepare_data

@@ -1,4 +1,4 @@
-"""The stream of a text of any size: shuffled documents, packed end to end."""
+"""The block stream of a text of any size: shuffled documents, packed end to end."""
 
 from __future__ import annotations
 
@@ -25,13 +25,14 @@ MAX_STREAMS = 96
 PARTS_PER_STREAM = 8
 CACHED_UNITS = 4
 ENCODED_TOGETHER = 8
-# If the parts of a stream happen to hold no document in one epoch, it has other parts in the next.
+# If the parts of a stream happen to contain no document in one epoch, it gets other parts in the next.
 MAX_EMPTY_EPOCHS = 8
 
 
 class StreamedDocument(NamedTuple):
-    """Tokens of a document, its place [epoch, part, row], its origin (epoch, unit, row), and what was skipped: rows
-    before it, and what the tokenizer does not represent of it.
+    """Tokens of a document, its place [epoch, part, row], and its origin (epoch, unit, row).
+
+    `skipped`: rows before it, and what the tokenizer does not represent of it.
     """
 
     place: list[int]
@@ -54,10 +55,11 @@ class DocumentStream:
     """Blocks of shuffled documents, packed end to end, from a source of any size.
 
     A step is split into V logical streams; V is the divisor of `blocks_per_step` up to 96 that has the most divisors
-    itself, so that many world sizes fit it. Each epoch permutes the units (split into parts if they are few). Stream
-    i reads every V-th part from the i-th on, shuffles the rows of each, and moves to its next epoch on its own. All of
-    it depends on seed, epoch and place, so no random state is stored. Position: `{"streams": [[epoch, part, row,
-    token], ...]}`, for each stream the first token of its next block. Raises UserError if rows are fewer than streams.
+    itself, so that it suits many world sizes. Each epoch permutes the units (split into parts if there are few). Stream
+    i reads every V-th part from the i-th on, shuffles the rows of each, and starts its next epoch independently. All of
+    this depends only on seed, epoch and place, so no random state is stored. Position: `{"streams": [[epoch, part, row,
+    token], ...]}`, for each stream the first token of its next block. Raises UserError if there are fewer rows than
+    streams.
     """
 
     source: Source
@@ -79,13 +81,13 @@ class DocumentStream:
     def steps(self, position: dict[str, Any], first: int, last: int) -> Iterator[StepBatch]:
         if (saved_streams := len(position["streams"])) != self.streams:
             raise UserError(
-                f"resume_from_checkpoint: position of {saved_streams} streams, and there are {self.streams}"
+                f"resume_from_checkpoint: position of {saved_streams} streams, but there are {self.streams}"
             )
         streams = [self._pack(i, position["streams"][i]) for i in range(first, last)]
-        return map(join_batches, zip(*streams))  # noqa: B905 all are endless
+        return map(join_batches, zip(*streams))  # noqa: B905 all of them are endless
 
     def _pack(self, stream: int, cursor: list[int]) -> Iterator[StepBatch]:
-        """Yield one logical stream's blocks of each step: its documents end to end."""
+        """Yield one logical stream's blocks of each step, packed from its documents end to end."""
         documents, token = self.documents(stream, cursor), cursor[-1]
         step_tokens = self.blocks_per_step // self.streams * self.sequence_length
         pending = deque([next(documents)])
@@ -109,7 +111,7 @@ class DocumentStream:
             skipped = Counter()
 
     def documents(self, stream: int, cursor: list[int]) -> Iterator[StreamedDocument]:
-        """Yield the documents of one logical stream, endless, from the one at `cursor` on."""
+        """Yield the documents of one logical stream endlessly, starting with the one at `cursor`."""
         epoch, first_part, first_row, token = cursor
         # What the tokenizer does not represent of the document at the cursor was counted before the resume.
         counted = cursor[:3] if first_part + first_row + token > 0 else None
@@ -148,7 +150,7 @@ class DocumentStream:
         return texts
 
     def _encode(self, texts: list[_Text], counted: list[int] | None) -> Iterator[StreamedDocument]:
-        for first in range(0, len(texts), ENCODED_TOGETHER):  # together, which is faster
+        for first in range(0, len(texts), ENCODED_TOGETHER):  # encoded together, which is faster
             chunk = texts[first : first + ENCODED_TOGETHER]
             encoded = self.encoder.documents([text for _, _, text, _ in chunk])
             for (place, origin, _, skipped), document in zip(chunk, encoded, strict=True):
@@ -157,21 +159,21 @@ class DocumentStream:
                 yield StreamedDocument(place, origin, document.ids, skipped)
 
     def _shuffle_parts(self, epoch: int) -> np.ndarray:
-        """Return all rows (unit, part, parts) in the epoch's order: units shuffled, the parts of one side by side.
+        """Return all rows (unit, part, parts) in the epoch's order: units shuffled, the parts of each side by side.
 
-        So neighbouring streams, which share a process, read the same unit at about the same time.
+        Thus neighboring streams, which share a process, read the same unit at about the same time.
         """
         by_unit = hashes(self._parts[:, 0], self.seed, epoch, 3)
         by_part = hashes(np.arange(len(self._parts)), self.seed, epoch, 4)
         return self._parts[np.lexsort((by_part, by_unit))]
 
     def _split_units(self) -> np.ndarray:
-        """Return all rows (unit, part, parts), int64: at least 8 for each stream if there are that many rows."""
+        """Return all rows (unit, part, parts), int64: at least 8 parts per stream if there are that many rows."""
         wanted = math.ceil(PARTS_PER_STREAM * self.streams / max(len(self.source.units), 1))
         counts = []
         for unit in self.source.units:
             rows = unit.rows
-            if rows is None:  # a large source surely has enough of them
+            if rows is None:  # a large source is sure to have enough rows
                 rows = len(_read(self.source, unit)) if self.source.size_bytes <= IN_MEMORY_BYTES else wanted
             counts.append(min(rows, wanted))
         if sum(counts) < self.streams:
@@ -182,7 +184,7 @@ class DocumentStream:
         fix = f"use a smaller tokens_per_step (now {self.blocks_per_step} blocks) or streaming=false"
         if copies := skipped["in_validation"]:
             fix = f"{copies} are also in the validation text: give another eval_dataset or more text"
-        need = f"too few training documents for {self.streams} streams, each of which needs one"
+        need = f"too few training documents for {self.streams} streams, which need one each"
         return UserError(f"dataset: {need}: {found}; {fix}")
 
     def locate_rows(self, decode: Decode, batch: StepBatch, rows: Sequence[int]) -> list[dict[str, Any]]:

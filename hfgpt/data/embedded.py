@@ -1,4 +1,4 @@
-"""The text that every Python has: its own documentation."""
+"""The embedded text: the documentation that comes with every Python."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hfgpt.data.units import Unit
 
 HAS_COLUMNS, UNIT_START = False, "from_byte"  # see `Format`
 NAME = "embedded"
-# Shorter docstrings say little.
+# Shorter docstrings contain little text.
 DOCSTRING_CHARACTERS = 80
 # A string in triple quotes at the beginning of a file or of an indented block. Parsing the files would find some ten
 # more, in single quotes, and takes ten times as long: three seconds of each start.
@@ -45,13 +45,13 @@ def read_rows(unit: Unit, text_column: str) -> list[str]:
 
 @functools.lru_cache(maxsize=1)
 def embedded_documents() -> tuple[str, ...]:
-    """Return the topics of `pydoc` and each longer docstring of the standard library, once, in a mixed order.
+    """Return the topics of `pydoc` and the longer docstrings of the standard library, each once, in a mixed order.
 
-    The order is that of a hash of the text: by name, the last tenth would be other modules than the rest, and the text
-    that is held out another kind than the text that is learnt.
+    They are ordered by a hash of the text. In order of names, the held-out last tenth would come from other modules
+    than the training text, and differ in kind.
     """
     documents: list[str] = []
-    with contextlib.suppress(ImportError):  # some distributions package it separately
+    with contextlib.suppress(ImportError):  # packaged separately by some distributions
         from pydoc_data.topics import topics
 
         documents += [topics[topic] for topic in sorted(topics)]

@@ -1,4 +1,4 @@
-"""Documents as ids: complete, repeatable, and without special tokens made of text."""
+"""Encode documents as ids: complete, reproducible, and never turning text into special tokens."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from hfgpt.data.fast_encoding import LONGEST_TEXT, fast_encoding
 from hfgpt.errors import UserError, one_line
 from hfgpt.model.configuration_gpt2 import model_rows
 
-# What a tokenizer may lose of a document, by the names under which it is counted.
+# Names under which text that a tokenizer loses is counted.
 LOSSES = ("unknown_tokens", "unknown_tokens_left_out", "dropped_bytes", "dropped_characters", "changed_documents")
 
 
 class Document(NamedTuple):
-    """A text as int32 `ids`: the separator first, or `joints` ids of a line end last.
+    """A text as int32 `ids`, with the separator first, or `joints` ids of a line end last.
 
-    `lost`: what the tokenizer does not represent, see LOSSES. `prefix`: bytes before the text that it added (a space).
+    `lost`: what the tokenizer does not represent, see LOSSES. `prefix`: bytes that it added before the text (a space).
     """
 
     ids: np.ndarray
@@ -35,7 +35,7 @@ class Document(NamedTuple):
 
 
 def make_repeatable(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
-    """Switch off, in place, what a tokenizer.json may have left on: dropout of merges, truncation, padding."""
+    """Switch off, in place, what a tokenizer.json may leave on: merge dropout, truncation, padding."""
     backend = tokenizer.backend_tokenizer
     backend.no_truncation()
     backend.no_padding()
@@ -45,7 +45,7 @@ def make_repeatable(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFa
 
 
 class Encoder:
-    """Turns documents into ids, the separator in front of each. Special tokens inside text stay text.
+    """Encodes documents as ids, each with the separator in front. Special tokens inside a text stay text.
 
     Attributes:
         separator_id: the tokenizer's end-of-text, or None: then `newline_id` follows a document that does not end in a
@@ -53,10 +53,10 @@ class Encoder:
         rows: the highest id plus one.
         lengths: UTF-8 bytes of each id, int32 [rows], 0 for special tokens; None if a token has no bytes of its own, as
             in WordPiece.
-        unknown_id: what unknown text becomes.
-        fingerprint: names vocabulary and rules.
+        unknown_id: the id for unknown text.
+        fingerprint: identifies vocabulary and rules.
 
-    It can be pickled, and encodes in threads and forks. Raises UserError for an id that two tokens share.
+    It can be pickled, and works in threads and forked processes. Raises UserError for an id that two tokens share.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
@@ -79,7 +79,7 @@ class Encoder:
         self.fingerprint = self._hash_rules(specification)
         self.separator_is_text = rules.is_symbol(tokenizer.eos_token, model)
 
-        # A copy of our own, as transformers resets the flag, and others may look for the tokens that are hidden here.
+        # A private copy: transformers resets the flag, and others may look for the tokens that are hidden here.
         for token in added:
             token["special"] |= token["content"] in special
         self._specification = {**specification, "model": rules.without_special_text(model, special)}
@@ -89,7 +89,7 @@ class Encoder:
         )
 
     def __reduce__(self) -> Any:
-        return Encoder, (self._tokenizer,)  # made again in a worker, as a pickled backend forgets its flag
+        return Encoder, (self._tokenizer,)  # rebuilt in a worker, because a pickled backend loses its flag
 
     def _hash_rules(self, specification: dict[str, Any]) -> str:
         hashed = {key: specification[key] for key in ("added_tokens", "normalizer", "pre_tokenizer", "model")}
@@ -116,11 +116,11 @@ class Encoder:
         return self._characters is not None
 
     def unknown_characters(self, text: str) -> list[str]:
-        """Return the characters of `text` that a character tokenizer lacks, sorted; none for other tokenizers."""
+        """Return the characters of `text` that a character tokenizer lacks, sorted; empty for other tokenizers."""
         return [] if self._characters is None else sorted(set(text) - self._characters.keys())
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
-        """Return the ids of texts as documents."""
+        """Return the ids of texts, encoded as documents."""
         return [document.ids for document in self.documents(texts)]
 
     def documents(self, texts: list[str]) -> list[Document]:
@@ -130,14 +130,14 @@ class Encoder:
         for text, ids in zip(texts, self.tokens(texts), strict=True):
             lost, prefix = self.losses(text, ids)
             if lost["unknown_tokens"] and self.unknown_id in (self.separator_id, self._tokenizer.eos_token_id):
-                ids = [i for i in ids if i != self.unknown_id]  # or unknown text would end a document
+                ids = [i for i in ids if i != self.unknown_id]  # otherwise unknown text would end a document
                 lost["unknown_tokens_left_out"] = lost.pop("unknown_tokens")
             ends = [] if self.newline_id is None or text.endswith("\n") else [self.newline_id]
             documents.append(Document(np.array([*start, *ids, *ends], np.int32), lost, prefix, len(ends)))
         return documents
 
     def tokens(self, texts: list[str]) -> list[list[int]]:
-        """Return the ids of each text alone, without a separator."""
+        """Return the ids of each text, without separators."""
         if self._characters is None:
             if self._fast is not None and all(len(text) < LONGEST_TEXT for text in texts):
                 return [self._fast.encode_ordinary(text) for text in texts]
@@ -148,12 +148,12 @@ class Encoder:
             [character] = error.args
             raise UserError(
                 f"tokenizer: the character {character!r} (U+{ord(character):04X}) is not in the character "
-                f"vocabulary of {len(self._characters)} symbols, and unknown characters are never dropped; "
+                f"vocabulary of {len(self._characters)} symbols, and unknown characters are not dropped; "
                 "remove it from the text or train with a bpe-N tokenizer"
             ) from None
 
     def losses(self, text: str, ids: list[int]) -> tuple[Counter[str], int]:
-        """Return what `ids` do not represent of `text`, see LOSSES, and how many bytes they have before it."""
+        """Count what `ids` lose of `text`, see LOSSES, and the bytes that they add before it."""
         lost = Counter[str]()
         if self.keeps_all_text:
             return lost, 0
@@ -162,7 +162,7 @@ class Encoder:
             decoded, expected = b"".join(map(self._table.__getitem__, ids)), text.encode()
             prefix = int(decoded != expected and decoded == b" " + expected)
             changed = decoded[prefix:] != expected
-        else:  # compared without spaces, which such a tokenizer does not keep
+        else:  # compared without spaces, which this kind of tokenizer drops
             words = self._tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=False).split()
             changed = "".join(words) != "".join(text.split())
         lost["changed_documents"] = int(changed)
@@ -175,7 +175,7 @@ class Encoder:
         return +lost, prefix
 
     def byte_lengths(self, documents: Iterable[Document]) -> np.ndarray | None:
-        """Return the UTF-8 bytes of text that each id stands for; None if any text is not represented."""
+        """Return the UTF-8 bytes of text that each id stands for; None if any text is not represented exactly."""
         lengths = [np.zeros(0, np.int32)]
         for document in documents:
             if self.lengths is None or document.lost:
@@ -186,7 +186,7 @@ class Encoder:
         return np.concatenate(lengths)
 
     def why_no_bytes(self, documents: Sequence[Document]) -> str | None:
-        """Return why `byte_lengths` is None, in words."""
+        """Explain why `byte_lengths` is None."""
         if changed := sum(bool(document.lost) for document in documents):
             return f"the tokenizer does not represent {changed:,} of {len(documents):,} documents exactly"
         if self.lengths is None:
@@ -194,26 +194,26 @@ class Encoder:
         return None
 
     def joined(self, documents: Sequence[Document]) -> np.ndarray:
-        """Return the documents as one run of ids. No line end follows the last one, as there is none to join it to."""
+        """Join documents into one run of ids, without a line end after the last one."""
         pieces = [np.zeros(0, np.int32), *(document.ids for document in documents)]
         if documents and documents[-1].joints:
             pieces[-1] = pieces[-1][: -documents[-1].joints]
         return np.concatenate(pieces)
 
     def rule(self) -> str:
-        """Return how documents are joined, in words."""
+        """Describe how documents are joined."""
         if self.separator_id is not None:
             token = self._tokenizer.eos_token
             return f"{token if token.isprintable() else repr(token)} ({self.separator_id}) before each"
         if self.newline_id is not None:
-            return "a line end after each that has none, as the tokenizer has no end-of-text token (eos)"
-        return "one after another with nothing between, as the tokenizer has no end-of-text token (eos) and no line end"
+            return "a line end after each that has none, because the tokenizer has no end-of-text token (eos)"
+        return "one after another with nothing between: the tokenizer has no end-of-text token (eos) and no line end"
 
 
 def _encode_batch(backend: Tokenizer, texts: list[str]) -> list[Any]:
     try:
         return backend.encode_batch_fast(texts, add_special_tokens=False)
-    except Exception as error:  # the library has no type of its own
+    except Exception as error:  # the library raises no specific type
         raise UserError(
             f"tokenizer: cannot encode the text ({one_line(error)}); use one with an unknown token or "
             "all bytes, or train bpe-N"

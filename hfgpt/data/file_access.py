@@ -1,4 +1,4 @@
-"""Opening local and remote files, and what their errors mean for the user."""
+"""Open local and remote files, and turn their errors into messages for the user."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ READ_AHEAD_BYTES = 4 * 2**20
 
 @contextlib.contextmanager
 def open_file(file: str, uncompressed: bool = True) -> Iterator[Any]:
-    """Open a local or remote file for reading, uncompressed by default. Each read of a remote one is one request."""
+    """Open a local or remote file for reading, by default decompressed. Each read of a remote file is one request."""
     filesystem, path = url_to_fs(file)
     compressed = uncompressed and file.lower().endswith(".gz")
     # gzip reads a few kilobytes at a time.
@@ -31,7 +31,7 @@ def open_file(file: str, uncompressed: bool = True) -> Iterator[Any]:
 
 
 class _CompleteReads:
-    """A remote file that raises OSError for a short answer, which the client would take for the end of the file."""
+    """A remote file that raises OSError for a truncated answer; the client would take it for the end of the file."""
 
     def __init__(self, file: Any) -> None:
         self._file = file
@@ -48,7 +48,7 @@ class _CompleteReads:
 
 
 def read_file(file: str, read: Callable[[], T], patience_seconds: float) -> T:
-    """Return what `read` returns of `file`; a remote file is read with retries.
+    """Return what `read` returns for `file`; remote files are read with retries.
 
     Raises BadFile if the file itself is at fault, UserError if it cannot be opened, RunError if the network fails.
     """
@@ -61,8 +61,8 @@ def read_file(file: str, read: Callable[[], T], patience_seconds: float) -> T:
     except (OSError, *BROKEN) as error:
         reason = message(error)
         if "://" not in file and getattr(error, "errno", None) is not None:  # from the system, not from the content
-            raise UserError(f"dataset: {file} cannot be read ({reason}); fix that and start again") from error
+            raise UserError(f"dataset: {file} cannot be read ({reason}); make it readable first") from error
         if getattr(error, "response", None) is not None:
-            fix = "check that it exists and that your token may read it"
-            raise UserError(f"dataset: {file} is refused ({reason}); {fix}") from error
-        raise BadFile(f"dataset: {file} cannot be read ({reason}); fetch it again or remove it") from error
+            fix = "check that it exists and that your token can read it"
+            raise UserError(f"dataset: {file} cannot be opened ({reason}); {fix}") from error
+        raise BadFile(f"dataset: {file} cannot be read ({reason}); download it again, or remove it") from error

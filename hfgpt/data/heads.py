@@ -1,4 +1,4 @@
-"""What a file is by its first bytes, compared with what its name promises."""
+"""Check the first bytes of a file against what its name promises."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hfgpt.data.units import IN_MEMORY_BYTES
 HEAD_BYTES = 2**16
 LARGEST_ERROR_PAGE_BYTES = 2**20
 GZIP = b"\x1f\x8b"
-# First bytes of files that are not read, or only under another name: what they are, and the fix.
+# First bytes of files that are not supported, or need another name: what the file is, and the fix.
 _BEGINNINGS = {
     b"version https://git-lfs": ("a Git LFS pointer, not the data", "fetch the file itself with git lfs pull"),
     b"/annex/objects/": ("a git-annex pointer, not the data", "fetch the file itself with git annex get"),
@@ -37,8 +37,9 @@ _BEGINNINGS = {
 
 
 class FileHead(NamedTuple):
-    """The first bytes of a file's content, uncompressed: all of it if `is_whole`. Its size as stored, and uncompressed
-    (of a large gzip file modulo 2^32).
+    """The first bytes of a file's content, decompressed: all of it if `is_whole`.
+
+    Also its size as stored and decompressed (modulo 2^32 for a large gzip file).
     """
 
     data: bytes
@@ -48,14 +49,14 @@ class FileHead(NamedTuple):
 
 
 def read_head(file: str) -> FileHead:
-    """Read and check the head of a file. Raises BadFile for a file that is not what its name promises."""
+    """Read and check the head of a file. Raises BadFile if it is not what the file's name promises."""
     with open_file(file, uncompressed=False) as handle:
         raw = handle.read(64 if file_kind(file) == "parquet" else HEAD_BYTES)
         size = text_bytes = handle.seek(0, os.SEEK_END)
         data = check_head(file, raw, size)
         if file.lower().endswith(".gz"):
             handle.seek(max(0, size - 4))
-            text_bytes = int.from_bytes(handle.read(4), "little")  # modulo 2^32, and of the last member alone
+            text_bytes = int.from_bytes(handle.read(4), "little")  # modulo 2^32, and only of the last member
     if text_bytes != size and size <= IN_MEMORY_BYTES:
         with open_file(file) as handle:
             text_bytes = handle.seek(0, os.SEEK_END)
@@ -63,12 +64,12 @@ def read_head(file: str) -> FileHead:
 
 
 def check_head(file: str, raw: bytes, size_bytes: int) -> bytes:
-    """Uncompress the first bytes `raw` of a file. Raises BadFile if they are not what its name says."""
+    """Decompress the first bytes `raw` of a file. Raises BadFile if they are not what the file's name promises."""
     kind, head = file_kind(file), raw
     if file.lower().endswith(".gz") and raw:
         if not raw.startswith(GZIP):
             _refuse_beginnings(file, raw)
-            raise BadFile(f"dataset: {file} cannot be read as gzip, as it is not compressed; remove .gz from its name")
+            raise BadFile(f"dataset: {file} is not compressed with gzip; remove .gz from its name")
         head = zlib.decompressobj(31).decompress(raw)
     if not (kind == "parquet" and head.startswith(b"PAR1")):
         _refuse_beginnings(file, head)
@@ -79,9 +80,9 @@ def check_head(file: str, raw: bytes, size_bytes: int) -> bytes:
     is_page = start.startswith((b"<!doctype html", b"<html")) or (start.startswith(b"<?xml") and b"<error>" in start)
     if is_page and size_bytes <= LARGEST_ERROR_PAGE_BYTES if kind == "text" else start.startswith(b"<"):
         hint = " (markup to train on goes into .jsonl)" if kind == "text" else ""
-        raise BadFile(f"dataset: {file} is a web page, not the data; fetch the file itself{hint}")
+        raise BadFile(f"dataset: {file} is a web page, not the data; download the file itself{hint}")
     if kind == "parquet" and start[:1] in (b"{", b"["):
-        raise BadFile(f"dataset: {file} is JSON, not parquet; rename it to .jsonl if it holds one object a line")
+        raise BadFile(f"dataset: {file} is JSON, not parquet; rename it to .jsonl if it contains one object per line")
     if kind == "text":
         codecs.getincrementaldecoder("utf-8")().decode(head)
     return head

@@ -1,4 +1,4 @@
-"""Which part of a text is held out for evaluation: another data set, or the last tenth of the characters."""
+"""Choose the text that is held out for evaluation: another dataset, or the last tenth of the characters."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from hfgpt.data.sources import Source, open_source, read_documents, text_hash
 from hfgpt.data.units import IN_MEMORY_BYTES, Unit, Unusable
 from hfgpt.errors import UserError
 
-# At most this many characters of a large streamed text are held out.
+# Largest number of characters held out of a large streamed text.
 MAX_HELD_OUT_CHARACTERS = 8 * 2**20
-# Runs of an earlier version held out whole documents: the last ones that have a tenth of the characters.
+# Runs of an earlier version held out whole documents: the last ones, with a tenth of the characters in total.
 WHOLE_DOCUMENTS = "last tenth"
 
 Rows = list[str | Unusable]
@@ -32,10 +32,10 @@ Rows = list[str | Unusable]
 
 @dataclass
 class HeldOut:
-    """Validation documents, and the units or documents (of a text in memory) that are left to train on.
+    """Validation documents, and the units or documents (of a text in memory) that remain for training.
 
-    `rule` is recorded, so that a resumed run holds out the same text. `origin` is for the plan. `split_document` is
-    the whole document that the border of the held-out part runs through. `skipped`: rows skipped on the way.
+    `rule` is recorded, so that a resumed run holds out the same text. `origin` is shown in the plan. `split_document`
+    is the whole document that the border of the held-out part splits. `skipped`: rows skipped while reading.
     """
 
     validation: list[str]
@@ -52,14 +52,14 @@ class HeldOut:
 
     @property
     def exclude(self) -> frozenset[int]:
-        """Hashes of documents that training must not see: held-out ones, and the whole of the one that was split."""
+        """Hashes of documents that training must not see: held-out ones, and the one that was split."""
         return self.hashes | ({text_hash(self.split_document)} if self.split_document else set())
 
 
 def hold_out(config: PretrainConfig, source: Source, documents: list[str] | None, saved_rule: str | None) -> HeldOut:
     """Hold out validation text.
 
-    `documents`: all of the text if it is in memory, None for a stream. `saved_rule`: that of a run to resume.
+    `documents`: all of the text if it is in memory, None for a stream. `saved_rule`: the rule of a run being resumed.
     """
     if config.eval_dataset is not None:
         # A document has at least one token, so these are enough documents.
@@ -83,7 +83,7 @@ def source_options(config: PretrainConfig) -> dict[str, Any]:
 
 
 def _open_eval_source(eval_dataset: str, source: Source, config: PretrainConfig) -> Source:
-    """Return local files or the embedded text, or another split of the Hub dataset that is trained on."""
+    """Open the evaluation text: local files, the embedded text, or another split of the training text's Hub dataset."""
     options = source_options(config)
     is_path = os.path.exists(os.path.expanduser(eval_dataset)) or glob.has_magic(eval_dataset)
     try:
@@ -92,9 +92,9 @@ def _open_eval_source(eval_dataset: str, source: Source, config: PretrainConfig)
             return open_source(config.dataset, config.dataset_name, eval_dataset, revision, **options)
         files = ([], []) if eval_dataset == embedded.NAME else local_files(eval_dataset)
         if files is None and "/" not in eval_dataset:
-            raise no_such_file(eval_dataset)  # the name of a split, which local text does not have
+            raise no_such_file(eval_dataset)  # the name of a split, but local text has no splits
         if files and not any(format_of(file).HAS_COLUMNS for file in files[0]):
-            options["text_column"] = "text"  # the setting is for the training text
+            options["text_column"] = "text"  # the setting applies to the training text
         return open_source(eval_dataset, **options)
     except UserError as error:
         raise UserError(re.sub("^dataset(_split)?", "eval_dataset", str(error))) from error
@@ -122,7 +122,7 @@ def _hold_out_in_memory(source: Source, documents: list[str], saved_rule: str | 
 
 
 class _Border(NamedTuple):
-    """Where the held-out end of a stream begins; `share` of the text, in words."""
+    """Where the held-out end of a stream begins; `share`: its part of the text, in words."""
 
     unit: int
     row: int
@@ -157,7 +157,7 @@ def _hold_out_of_stream(source: Source) -> HeldOut:
 def _find_border(source: Source, read: Callable[[Unit], Rows]) -> _Border:
     """Find where the last tenth of the characters begins.
 
-    Only the end of a remote source, or of one above 16 MiB, is read; it also shows how many characters its bytes make.
+    Of a remote source, or one above 16 MiB, only the end is read; it also gives the ratio of characters to bytes.
     """
     lengths: dict[int, list[int]] = {}  # characters of the rows of the units that were read
     is_small = source.is_local and source.size_bytes <= IN_MEMORY_BYTES

@@ -1,4 +1,4 @@
-"""What a file is by its name."""
+"""Recognize the kind of a file by its name."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hfgpt.errors import UserError
 KINDS = {".parquet": "parquet", ".jsonl": "lines", ".json": "lines", ".ndjson": "lines", ".txt": "text"}
 KNOWN = "parquet, jsonl[.gz], json[.gz] or txt[.gz]"
 SAVE_AS_TEXT = "save its text as .txt or .jsonl"
-# Endings of files that are not read: what they are, and the fix.
+# Suffixes that are not supported: what the file is, and the fix.
 OTHER_KINDS = {
     ".csv": ("CSV", "convert it, for example pandas.read_csv('{name}').to_parquet('{stem}.parquet')"),
     ".tsv": ("TSV", "convert it, for example pandas.read_csv('{name}', sep='\\t').to_parquet('{stem}.parquet')"),
@@ -32,20 +32,20 @@ OTHER_KINDS = {
 
 
 class BadFile(UserError):
-    """A file that cannot be read as what it should be. `on_bad_files=skip` leaves it out."""
+    """A file that cannot be read as its name suggests. `on_bad_files=skip` leaves it out."""
 
 
 def file_kind(file: str) -> str | None:
-    """Return parquet, lines or text; None for a file that is not read."""
+    """Return "parquet", "lines" or "text"; None for an unsupported file."""
     return KINDS.get(Path(re.sub(r"(?<!\.parquet)\.gz$", "", file.lower())).suffix)
 
 
 def describe_other_kind(file: str) -> str:
-    """Return the kind of a file that is not read, and the fix."""
+    """Describe an unsupported file: its kind, and the fix."""
     path = Path(re.sub(r"\.gz$", "", file, flags=re.IGNORECASE))
     if kind_and_fix := OTHER_KINDS.get(path.suffix.lower()):
         kind, fix = kind_and_fix
-        return f"{kind}, which is not read; {fix.format(name=path.name, stem=path.stem)}"
+        return f"{kind}, which is not supported; {fix.format(name=path.name, stem=path.stem)}"
     if path.suffix.lower() == ".parquet":
-        return "compressed parquet, which is not read; gunzip it"
-    return f"not read by this name; if it is plain text, rename it to {path.name}.txt (supported: {KNOWN})"
+        return "compressed parquet, which is not supported; gunzip it"
+    return f"of an unknown kind; if it is plain text, rename it to {path.name}.txt (supported: {KNOWN})"

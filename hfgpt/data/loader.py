@@ -1,4 +1,4 @@
-"""Iterating over a stream: each process has its share of every step, made ahead of time by worker processes."""
+"""Iterate over a stream: each process gets its share of every step, prepared ahead of time by worker processes."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from hfgpt.errors import RunError, UserError
 def iterate(
     stream: Stream, position: dict[str, Any] | None, rank: int = 0, world: int = 1, num_workers: int = 0
 ) -> Generator[StepBatch, None, None]:
-    """Yield this process's share of each step, endless, from `position` (of all processes; None: the start) on.
+    """Yield this process's share of each step, endlessly, from `position` (of all processes; None: the start) on.
 
     Workers read and encode ahead of time; text in memory needs none. Raises UserError if the step cannot be split over
-    `world` processes, and for faults of the text, including those that workers find.
+    `world` processes, and for problems in the text, including those found by workers.
     """
     if stream.divisible % world:
         fitting = ", ".join(map(str, divisors(stream.divisible)))
         raise UserError(
             f"tokens_per_step: {stream.blocks_per_step} blocks of sequence_length={stream.sequence_length} "
-            f"cannot be split over {world} processes; numbers of processes that fit: {fitting}"
+            f"cannot be split over {world} processes; use {fitting} processes"
         )
     share = stream.divisible // world
     workers = min(num_workers, share) if stream.streams else 0
@@ -42,9 +42,9 @@ def iterate(
 
 @dataclass(eq=False)
 class _Share(torch.utils.data.IterableDataset[Any]):
-    """The parts `first` to `first + count` of each step; worker w of W makes the w-th share of them.
+    """The parts `first` to `first + count` of each step; worker w of W prepares the w-th share of them.
 
-    An error is handed over as the last item, because a worker's exceptions lose their type.
+    An error is passed on as the last item, because exceptions raised in a worker lose their type.
     """
 
     stream: Stream
@@ -56,7 +56,7 @@ class _Share(torch.utils.data.IterableDataset[Any]):
         worker = torch.utils.data.get_worker_info()
         w, workers = (worker.id, worker.num_workers) if worker else (0, 1)
         if worker:
-            # Signals often reach the whole process group, and the main process alone decides what they mean.
+            # Signals often reach the whole process group; only the main process decides what they mean.
             for number in stop_signals():
                 signal.signal(number, signal.SIG_IGN)
             _end_with_parent()
@@ -71,19 +71,19 @@ class _Share(torch.utils.data.IterableDataset[Any]):
 
 
 def _end_with_parent() -> None:
-    """Have this worker killed when its parent ends, however that ends and however long a step takes (on Linux)."""
+    """On Linux, have this worker killed when its parent ends, for whatever reason and however long a step takes."""
     signal_at_parent_exit(signal.SIGKILL)
     parent, forkserver = multiprocessing.parent_process(), multiprocessing.get_start_method() == "forkserver"
     if parent and (not parent.is_alive() if forkserver else os.getppid() != parent.pid):
-        os._exit(1)  # it ended before
+        os._exit(1)  # it has already ended
 
 
 def _load(share: _Share, workers: int) -> Generator[StepBatch, None, None]:
     others = multiprocessing.active_children()
     if not workers:
-        items: Iterator[Any] = iter(share)  # the loader would take 0.2 ms for each
+        items: Iterator[Any] = iter(share)  # the loader would need 0.2 ms for each
     else:
-        generator = torch.Generator()  # or the loader would draw from the global one, which training uses
+        generator = torch.Generator()  # otherwise the loader would draw from the global generator, which training uses
         with _child_signal_kept():
             items = iter(torch.utils.data.DataLoader(share, None, num_workers=workers, generator=generator))
     own = [child for child in multiprocessing.active_children() if child not in others]
@@ -100,14 +100,14 @@ def _load(share: _Share, workers: int) -> Generator[StepBatch, None, None]:
                     raise part
             yield join_batches(parts)
     finally:
-        for worker in own:  # they ignore other signals, and may be waiting for the network
+        for worker in own:  # they ignore other signals, and may be blocked by the network
             worker.kill()
-        del items  # now: left to the garbage collector, each would be waited for 5 s
+        del items  # now: the garbage collector would wait 5 s for each worker
 
 
 @contextlib.contextmanager
 def _child_signal_kept() -> Iterator[None]:
-    """Undo the loader's SIGCHLD handler, which would raise an exception in the middle of a step when a worker ends."""
+    """Undo the loader's SIGCHLD handler, which would raise an exception in the middle of a step if a worker ended."""
     number = getattr(signal, "SIGCHLD", None)
     before = number and signal.getsignal(number)
     yield

@@ -1,4 +1,4 @@
-"""Which files a local path, folder or glob stands for."""
+"""Find the files that a local path, folder or glob stands for."""
 
 from __future__ import annotations
 
@@ -12,17 +12,16 @@ from pathlib import Path
 from hfgpt.data.kinds import KNOWN, describe_other_kind, file_kind
 from hfgpt.errors import UserError
 
-# Written by `datasets` to describe the files beside them.
+# Written by `datasets` to describe the files next to them.
 LEFT_OUT = {"dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json"}
 MAX_NAMED = 3
 
 
 def local_files(dataset: str) -> tuple[list[str], list[str]] | None:
-    """Return the absolute names of the files that `dataset` stands for, each once, and notes on what is left out.
+    """Return the absolute paths of the files that `dataset` stands for, each once, and notes on files left out.
 
-    None for the name of a Hub dataset.
-
-    A folder stands for all files below it. Links are followed, but not in circles. Hidden files are left out.
+    Returns None for the name of a Hub dataset. A folder stands for all files below it. Links are followed, but not in
+    circles. Hidden files are left out.
     """
     path = Path(os.path.abspath(os.path.expanduser(dataset)))
     if path.is_dir():
@@ -39,22 +38,23 @@ def local_files(dataset: str) -> tuple[list[str], list[str]] | None:
 
 
 def no_such_file(dataset: str) -> UserError:
-    """Return the error for a path that does not exist, with a similar name that does."""
+    """Return the error for a path that does not exist, suggesting a similar name that does."""
     path = Path(os.path.abspath(os.path.expanduser(dataset)))
     names = [other.name for other in path.parent.glob("*") if file_kind(other.name) or other.is_dir()]
     similar = difflib.get_close_matches(path.name, names)
-    similar = [name for name in similar if difflib.get_close_matches(path.stem, [Path(name).stem])]  # not by suffix
-    hint = f"did you mean {Path(dataset).with_name(similar[0])}?" if similar else "check the path"
-    return UserError(f"dataset={dataset}: no such file or folder; {hint}")
+    similar = [name for name in similar if difflib.get_close_matches(path.stem, [Path(name).stem])]  # whatever its
+    suffix hint = f"did you mean {Path(dataset).with_name(similar[0])}?" if similar else "check the path" return
+    UserError(f"dataset={dataset}: no such file or folder; {hint}")
 
 
 def _choose_files(dataset: str, found: list[str]) -> tuple[list[str], list[str]]:
-    # A broken link counts as the file that it should be, and is reported when that is read.
+    # A broken link counts as a file, and is reported when the file is read.
     files = [file for file in found if os.path.isfile(file) or not os.path.exists(file)]
     others = [file for file in files if not file_kind(file) or (Path(file).name in LEFT_OUT and len(files) > 1)]
     usable = sorted(set(files).difference(others))
     by_identity: dict[object, str] = {}
-    for file in sorted(usable, key=lambda file: (os.path.realpath(file) != file, file)):  # files before links to them
+    for file in sorted(usable, key=lambda file: (os.path.realpath(file) != file, file)):  # real files before links to
+    them
         by_identity.setdefault(_identity(file), file)
     if not files:
         what = "no files" if not found or os.path.isdir(os.path.expanduser(dataset)) else "only folders"
@@ -70,17 +70,17 @@ def _choose_files(dataset: str, found: list[str]) -> tuple[list[str], list[str]]
         more = ", ..." if len(others) > MAX_NAMED else ""
         notes.append(f"{len(others):,} file{'s' * (len(others) > 1)} of other kinds left out: {names}{more}")
     if repeated := len(usable) - len(by_identity):
-        notes.append(f"{repeated:,} further name{'s' * (repeated > 1)} of files left out")
+        notes.append(f"{repeated:,} more name{'s' * (repeated > 1)} for the same files left out")
     return sorted(by_identity.values()), notes
 
 
 def _one_line(file: str) -> str:
-    """Return a file's name without its folder, made safe to print on one line."""
+    """Return a file's name without its folder, safe to print on one line."""
     return " ".join(os.path.basename(file).encode("utf-8", "replace").decode().splitlines())
 
 
 def _identity(file: str) -> object:
-    """Return a key that is the same for all names of a file."""
+    """Return a key that is the same for every name of a file."""
     try:
         status = os.stat(file)
     except OSError:  # a broken link
@@ -89,7 +89,7 @@ def _identity(file: str) -> object:
 
 
 def _glob(pattern: str) -> Iterator[str]:
-    """Do as `glob.glob`, with `**` for all folders below, following links but never in a circle."""
+    """Like `glob.glob`, with `**` for all folders below, following links but never in circles."""
     parts = pattern.split(os.sep)
     if "**" not in parts:
         yield from glob.glob(pattern)
@@ -102,11 +102,11 @@ def _glob(pattern: str) -> Iterator[str]:
 
 
 def _folders_below(base: str) -> Iterator[str]:
-    """Yield `base` and the folders below it, each once, without hidden ones and links to a folder that holds them."""
+    """Yield `base` and the folders below it, each once, except hidden ones and links to a parent folder."""
     seen: set[str] = set()
 
     def refuse(error: OSError) -> None:
-        raise UserError(f"dataset: {error.filename} cannot be read ({error.strerror}); fix that and start again")
+        raise UserError(f"dataset: {error.filename} cannot be read ({error.strerror}); make it readable first")
 
     for folder, below, _ in os.walk(base, followlinks=True, onerror=refuse):
         real = os.path.realpath(folder)

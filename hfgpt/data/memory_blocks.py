@@ -1,4 +1,4 @@
-"""The stream of a text that is held in memory."""
+"""The block stream of a text that is in memory."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from hfgpt.errors import UserError
 
 @dataclass(eq=False)
 class MemoryBlocks:
-    """Blocks of one run of `tokens`.
+    """Blocks of one contiguous run of `tokens`.
 
-    Each epoch shifts the borders of the blocks by a phase and permutes the blocks; both depend on seed and epoch.
-    Position: `{"epoch": int, "block": int}`, the next block in the epoch's order. Raises UserError for less than a
+    Each epoch shifts the block borders by a phase and permutes the blocks; both depend on seed and epoch. Position:
+    `{"epoch": int, "block": int}`, the next block in the epoch's order. Raises UserError if there is less than one
     block.
     """
 
@@ -33,7 +33,7 @@ class MemoryBlocks:
     def __post_init__(self) -> None:
         if len(self.tokens) <= self.sequence_length:
             raise UserError(
-                f"dataset: {len(self.tokens):,} training tokens are fewer than one block, which takes "
+                f"dataset: {len(self.tokens):,} training tokens are fewer than one block, which needs "
                 f"sequence_length={self.sequence_length} plus one; use a shorter sequence_length or more text"
             )
         self.divisible, self.start = self.blocks_per_step, self.start_of_epoch(0)
@@ -60,7 +60,7 @@ class MemoryBlocks:
             yield StepBatch(blocks, {"epoch": epoch, "block": len(order) - len(left)})
 
     def _shuffle_blocks(self, epoch: int) -> np.ndarray:
-        """Return the first tokens of the epoch's blocks, in its order."""
+        """Return where the epoch's blocks start in `tokens`, in the epoch's order."""
         phase = hash_of(self.seed, epoch, 0) % self._phases
         count = (len(self.tokens) - phase - 1) // self.sequence_length
         return phase + self.sequence_length * permutation(count, self.seed, epoch, 1)

@@ -1,4 +1,4 @@
-"""Keyed hashes and permutations of integers, the same on every machine and with every version of numpy."""
+"""Keyed hashes and permutations of integers, identical on every machine and with every version of numpy."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import numpy as np
 
 
 def permutation(count: int, *keys: int) -> np.ndarray:
-    """Return a permutation of range(count), int64, that depends on `keys` alone (numpy's own may change)."""
+    """Return a permutation of range(count), int64, that depends only on `keys` (numpy's own may change)."""
     return np.argsort(hashes(np.arange(count), *keys), kind="stable")
 
 
 def hash_of(*keys: int) -> int:
-    """Return one hash of all keys, in plain integers, which is faster than `hashes` for so few."""
+    """Return one hash of all keys, using plain integers, which are faster than `hashes` for so few."""
     state, mask = 0, 2**64 - 1
     for key in keys:
         state = ((state ^ key % 2**64) + 1) * 0x9E3779B97F4A7C15 & mask
@@ -22,7 +22,7 @@ def hash_of(*keys: int) -> int:
 
 
 def hashes(values: np.ndarray, *keys: int) -> np.ndarray:
-    """Return 64 well-mixed bits for each value: splitmix64 (Steele, Lea and Flood, 2014) seeded by `keys`."""
+    """Return 64 well-mixed bits per value: splitmix64 (Steele, Lea and Flood, 2014) seeded with `keys`."""
     bits = (values.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(hash_of(*keys))
     bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -1,4 +1,4 @@
-"""Where a resumed run continues in its text, and whether that is still the same text."""
+"""Where a resumed run continues in its text, and whether the text is still the same."""
 
 from __future__ import annotations
 
@@ -7,45 +7,47 @@ from typing import Any
 from hfgpt.data.stream import Stream
 from hfgpt.errors import UserError
 
-# Keys of the fingerprint as the user knows them, where they are not settings of the same name.
+# What the user knows a key of the fingerprint as, if it is not a setting of the same name.
 SETTINGS = {
     "dataset.dataset": "dataset",
     "dataset.name": "dataset_name",
     "dataset.split": "dataset_split",
     "dataset.commit": "dataset_revision, as commit",
     "dataset.text_column": "text_column",
-    "dataset.text_pieces": "characters of a piece of a txt file",
-    "held_out": "eval_dataset or the rule to hold out",
+    "dataset.text_pieces": "characters per piece of a txt file",
+    "held_out": "eval_dataset or the hold-out rule",
     "held_out.hash": "validation text (eval_tokens, eval_dataset)",
     "blocks_per_step": "tokens_per_step, in blocks of sequence_length",
     "stream": "streaming",
 }
-FILE = "dataset.file "  # begins the keys of single files
+FILE = "dataset.file "  # prefix of the keys of single files
 
 
 def resumed_position(
     stream: Stream, fingerprint: dict[str, Any], position: dict[str, Any], accept_changes: bool = False
 ) -> tuple[dict[str, Any], str]:
-    """Return where `stream` continues from a saved position, and what has changed since, in words.
+    """Return where `stream` continues after a saved position, and what has changed since, in words.
 
-    Raises UserError, which names each setting, if text or order have changed, unless that is accepted. If only the step
-    size has changed, a position of the same form still holds. After any other change the text starts again, in the
-    epoch after the saved one, which has another order.
+    Raises UserError, naming each setting, if the text or its order has changed, unless that is accepted. If only the
+    step size has changed, a position of the same form is still valid. After any other change the text starts over, in
+    the epoch after the saved one, which has another order.
     """
     keys = dict.fromkeys([*fingerprint, *stream.fingerprint])
     changed = [key for key in keys if fingerprint.get(key) != stream.fingerprint.get(key)]
     words = "; ".join(_describe_change(key, fingerprint.get(key), stream.fingerprint.get(key)) for key in changed)
     if changed and not accept_changes:
         raise UserError(
-            f"resume_from_checkpoint: text and order are not those of this run: {words}; restore these values, start a "
+            f"resume_from_checkpoint: the text or its order has changed: {words}; restore these values, start a "
             "new run in another output_dir, or continue with the text as it is now: --accept_changed_text true"
         )
     if not _is_position(position):
-        raise UserError(f"resume_from_checkpoint: no position in a text: {position!s:.80}; use another checkpoint")
+        raise UserError(
+            f"resume_from_checkpoint: not a valid position in the text: {position!s:.80}; use another checkpoint"
+        )
     cursors = position.get("streams", [])
     has_same_form = len(cursors) == stream.streams
     if not changed and not has_same_form:
-        raise UserError("resume_from_checkpoint: its position does not fit this text; use another checkpoint")
+        raise UserError("resume_from_checkpoint: the position does not fit this text; use another checkpoint")
     if not changed or (changed == ["blocks_per_step"] and has_same_form):
         return position, words
     epoch = max(cursor[0] for cursor in cursors) if cursors else position["epoch"]
@@ -59,7 +61,7 @@ def _describe_change(key: str, then: Any, now: Any) -> str:
 
 
 def _is_position(position: dict[str, Any]) -> bool:
-    """Return whether it has a form that streams give: a place in an epoch, or four numbers for each stream."""
+    """Return whether this has the form of a stream's position: a place in an epoch, or four numbers per stream."""
     in_memory = position.keys() == {"epoch", "block"}
     cursors = [list(position.values())] if in_memory else position.get("streams")
     if not isinstance(cursors, list) or not all(isinstance(cursor, list) for cursor in cursors):

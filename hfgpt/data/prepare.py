@@ -1,4 +1,4 @@
-"""Everything about the text of a run, ready to train on."""
+"""Prepare the text of a run for training."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ CHARACTER_SCAN_BYTES = 256 * 2**20
 class TextData:
     """Text ready to train on.
 
-    `validation`, and `train_sample` of training text where asked for: one run of int32 tokens each.
-    `validation_bytes`: UTF-8 bytes of all validation tokens but the first; None if they are not known.
-    `description`: lines for the plan. `skipped`: rows skipped so far and what the tokenizer does not represent, by
-    reason; a document stream counts its own with each step. `validation_documents`: how many different ones.
+    `validation`, and a `train_sample` of training text if requested: one run of int32 tokens each.
+    `validation_bytes`: UTF-8 bytes of all validation tokens except the first; None if unknown. `description`: lines for
+    the plan. `skipped`: rows skipped so far, and what the tokenizer does not represent, by reason; a document stream
+    counts its own with each step. `validation_documents`: number of different ones.
     """
 
     tokenizer: PreTrainedTokenizerFast
@@ -62,17 +62,17 @@ def prepare_data(
     tokenizer: PreTrainedTokenizerFast | None = None,
     saved_rule: str | None = None,
 ) -> TextData:
-    """Open the text, hold out validation, load or train the tokenizer (unless given), and make the stream.
+    """Open the text, hold out validation text, load or train the tokenizer (unless given), and build the stream.
 
-    `streaming`: True for a document stream, False for blocks in memory, "auto" for memory up to 16 MiB of local or
-    embedded text. Without `eval_dataset`, the last tenth of the text is held out. Training never sees a validation
-    document, nor an exact copy of one. `saved_rule`: the rule to hold out of a run to resume. Raises UserError for
+    `streaming`: True for a document stream, False for blocks in memory, "auto" for memory if local or embedded text has
+    at most 16 MiB. Without `eval_dataset`, the last tenth of the text is held out. Training never sees a validation
+    document, nor an exact copy of one. `saved_rule`: the hold-out rule of a run being resumed. Raises UserError for
     text that is missing or unusable. Writes nothing.
     """
     source = _open_training_source(config)
     in_memory = _fits_memory(source) if config.streaming == "auto" else not config.streaming
     if config.tokenizer == "char" and tokenizer is None and source.size_bytes > CHARACTER_SCAN_BYTES:
-        raise UserError("tokenizer=char: has to see all of the text, which is too large for that; use bpe-4096")
+        raise UserError("tokenizer=char: needs all of the text in memory, and this text is too large; use bpe-4096")
     if not in_memory:
         source = source.split_for_stream()
     skipped = +Counter(bad_file=source.skipped_files)
@@ -118,7 +118,7 @@ def prepare_data(
 
 
 def describe_skipped(skipped: Counter[str]) -> list[str]:
-    """Return a line each for rows without text and for text that the tokenizer does not represent, if there are any."""
+    """Return one line for rows without text, and one for text that the tokenizer does not represent, if any."""
     rows: list[str] = []
     losses: list[str] = []
     for reason, count in sorted(skipped.items()):
@@ -130,7 +130,9 @@ def describe_skipped(skipped: Counter[str]) -> list[str]:
 def _open_training_source(config: PretrainConfig) -> Source:
     dataset = Path(config.dataset)
     if dataset.is_dir() and Path(config.output_dir).resolve().is_relative_to(dataset.resolve()):
-        raise UserError(f"output_dir={config.output_dir}: is in dataset={config.dataset}, whose files are the text")
+        raise UserError(
+            f"output_dir={config.output_dir}: is inside dataset={config.dataset}, all of whose files are training text"
+        )
     hub = config.dataset_name, config.dataset_split, config.dataset_revision
     return open_source(config.dataset, *hub, **source_options(config))
 
@@ -150,9 +152,9 @@ def _read_all(config: PretrainConfig, source: Source, skipped: Counter[str]) -> 
 def _load_tokenizer(
     config: PretrainConfig, whole: Source | list[str], part: Source | list[str]
 ) -> PreTrainedTokenizerFast:
-    """Load the tokenizer, or train it: char on the whole text, bpe-N on the part that is not held out."""
+    """Load the tokenizer, or train it: char on the whole text, bpe-N on the training part."""
     name, text = config.tokenizer, whole if config.tokenizer == "char" else part
-    # Units in random order, so that the first ones are a fair sample.
+    # Units in random order, so that the first ones are a representative sample.
     texts = _shuffled_documents(text, config.seed) if isinstance(text, Source) else text
     if name == AUTO and config.init_from is not None:
         files = model_files(config.init_from)
@@ -189,7 +191,7 @@ def _describe_tokenizer(config: PretrainConfig, tokenizer: PreTrainedTokenizerFa
 def _fingerprint(
     config: PretrainConfig, source: Source, encoder: Encoder, held_out: HeldOut, blocks_per_step: int
 ) -> dict[str, Any]:
-    """Return everything that the tokens and their order depend on. Recorded, and compared on resume."""
+    """Return everything that determines the tokens and their order. It is recorded, and compared on resume."""
     return {
         **{f"dataset.{key}": value for key, value in source.fingerprint.items()},
         "tokenizer": encoder.fingerprint,
@@ -208,7 +210,7 @@ def _shape(fingerprint: dict[str, Any]) -> dict[str, int]:
 def _memory_blocks(
     encoder: Encoder, texts: list[str], fingerprint: dict[str, Any], skipped: Counter[str]
 ) -> tuple[MemoryBlocks, str]:
-    """Return the stream of a text in memory, and its description. Counts in `skipped` what the tokenizer loses."""
+    """Return the stream of a text in memory, and its description. Counts what the tokenizer loses in `skipped`."""
     documents = _encode(encoder, texts)
     skipped.update(_losses(documents))
     tokens = encoder.joined(documents)
@@ -229,7 +231,7 @@ def _encode_validation(
 ) -> tuple[np.ndarray, int | None, list[str]]:
     """Return the validation tokens, their bytes without the first token, and lines for the plan.
 
-    Counts in `skipped` what the tokenizer loses of the documents that are used.
+    Counts what the tokenizer loses in the documents used in `skipped`.
     """
     enough = None if config.eval_tokens is None else config.eval_tokens + 1
     encoded = _encode(encoder, held_out.validation)
@@ -242,12 +244,12 @@ def _encode_validation(
     if len(tokens) < 2:
         key = "dataset" if config.eval_dataset is None else "eval_dataset"
         hint = "give an eval_dataset with more text"
-        raise UserError(f"{key}: fewer than two tokens to evaluate on ({held_out.origin}); {hint}")
+        raise UserError(f"{key}: fewer than two tokens for evaluation ({held_out.origin}); {hint}")
     documents = counted(len(held_out.validation), "document")
     lines = [
         f"validation: {len(tokens):,} tokens of {documents}, {held_out.origin}{first}",
         f"documents: {encoder.rule()}",
-        *([f"bits per byte: null, as {why}"] if (why := encoder.why_no_bytes(used)) else []),
+        *([f"bits per byte: null, because {why}"] if (why := encoder.why_no_bytes(used)) else []),
     ]
     return tokens, None if lengths is None else int(lengths[1 : len(tokens)].sum()), lines
 
@@ -264,7 +266,7 @@ def _losses(documents: list[Document]) -> Counter[str]:
 
 
 def _first_documents(documents: list[Document], count: int | None) -> list[Document]:
-    """Return those that have the first `count` ids; all of them for None."""
+    """Return the documents that contain the first `count` ids; all of them if None."""
     if count is None:
         return documents
     ends = np.cumsum([len(document.ids) for document in documents])
@@ -273,7 +275,7 @@ def _first_documents(documents: list[Document], count: int | None) -> list[Docum
 
 
 def _first_tokens(encoder: Encoder, documents: Iterable[str], count: int) -> np.ndarray:
-    """Return the first `count` tokens of the documents, or all there are."""
+    """Return the first `count` tokens of the documents, or all of them if there are fewer."""
     pieces: list[np.ndarray] = []
     for document in documents:
         pieces += encoder.encode([document])
@@ -283,5 +285,5 @@ def _first_tokens(encoder: Encoder, documents: Iterable[str], count: int) -> np.
 
 
 def _shuffled_documents(source: Source, seed: int) -> Iterator[str]:
-    """Yield the documents of the units in a fixed random order."""
+    """Yield the documents of the units, in a fixed random order."""
     return read_documents(source, [source.units[i] for i in permutation(len(source.units), seed)], Counter())

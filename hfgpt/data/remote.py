@@ -1,4 +1,4 @@
-"""The Hub: files of data sets and models, and reads that are retried while the network fails."""
+"""The Hub: find files of datasets and models, and retry reads while the network fails."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# Raised for a broken file. A faulty transfer raises them too, so a remote file is read this often.
+# Raised for a broken file. A faulty transfer raises them too, so a remote file is read up to this often.
 BROKEN = (EOFError, zlib.error, pa.ArrowException, UnicodeDecodeError)
 TRIES_OF_A_BROKEN_FILE = 3
-# How long to wait for a Hub that has not answered yet, before it is reported as unreachable.
+# Seconds to wait for the Hub's first answer before it is reported as unreachable.
 CONTACT_SECONDS = 5.0
 UNREACHABLE = {"ConnectError", "ConnectTimeout", "ConnectionError", "ProxyError", "TimeoutError"}
 
@@ -37,10 +37,10 @@ def take_retries() -> list[dict[str, Any]]:
 
 
 def read_with_retries(read: Callable[[], T], what: str, patience_seconds: float) -> T:
-    """Return what `read` returns, waiting out faults of the network for `patience_seconds`.
+    """Return what `read` returns, waiting out network failures for `patience_seconds`.
 
     A refusal (no such file, no permission) is raised at once, and the error of a broken file after a few tries.
-    Raises RunError when the patience is used up. Each retry is logged and recorded, those of the Hub client too.
+    Raises RunError when the patience is used up. Each retry is logged and recorded, including the Hub client's own.
     """
     broken_reads = 0
 
@@ -63,7 +63,7 @@ def _record_retry(what: str, reason: str, tries: int, waited_seconds: float, nex
 
 @contextlib.contextmanager
 def _client_retries_recorded(what: str) -> Iterator[None]:
-    """Turn the Hub client's log lines about its own retries into our records and log lines."""
+    """Convert the Hub client's log lines about its own retries into our records and log lines."""
     start, reason = time.monotonic(), "fault"
 
     def keep(record: logging.LogRecord) -> bool:
@@ -87,7 +87,7 @@ def _client_retries_recorded(what: str) -> Iterator[None]:
 
 
 def find_hub_fault() -> str | None:
-    """Return why the Hub cannot be reached, within seconds; None if it gives any answer, or HF_HUB_OFFLINE is set."""
+    """Return, within seconds, why the Hub cannot be reached; None if it answers at all, or if HF_HUB_OFFLINE is set."""
     from huggingface_hub import constants
     from huggingface_hub.utils import get_session
 
@@ -105,18 +105,19 @@ def find_hub_fault() -> str | None:
             on_retry=lambda *_: None,
             should_retry=should_retry,
         )
-    except Exception as error:  # the HTTP package that raises it has changed
-        if not error_names(error).isdisjoint(UNREACHABLE):  # other faults are for the retries of the request itself
+    except Exception as error:  # by name: the Hub client has changed its HTTP package
+        if not error_names(error).isdisjoint(UNREACHABLE):  # other failures are left to the retries of the request
+        itself
             return f"the Hub at {constants.ENDPOINT} cannot be reached"
     return None
 
 
 def check_hub(given: str, repository: str) -> None:
-    """Raise UserError, beginning with `given`, if the Hub is unreachable and has nothing of `repository` cached."""
+    """Raise UserError, starting with `given`, if the Hub is unreachable and nothing of `repository` is cached."""
     from huggingface_hub import try_to_load_from_cache
 
     repository = repository.partition("@")[0]
-    with contextlib.suppress(Exception):  # not a valid name of a repository
+    with contextlib.suppress(Exception):  # not a valid repository name
         cached = (try_to_load_from_cache(repository, name) for name in ("config.json", "tokenizer_config.json"))
         if any(isinstance(path, str) for path in cached):
             return
@@ -127,7 +128,7 @@ def check_hub(given: str, repository: str) -> None:
 def hub_files(
     dataset: str, name: str | None, split: str, revision: str | None, patience_seconds: float
 ) -> tuple[list[str], str]:
-    """Return one split's files, as URLs (hf://datasets/ID@COMMIT/PATH) or cached paths when offline, and the commit.
+    """Return the files of a split, as URLs (hf://datasets/ID@COMMIT/PATH) or cached paths if offline, and the commit.
 
     Raises UserError if they do not exist or access is not allowed.
     """
@@ -162,8 +163,8 @@ def hub_files(
 
 
 def _find_splits(dataset: str, name: str | None, revision: str | None) -> tuple[Any, str]:
-    """Return files by split, and the commit that the revision stands for."""
-    from datasets import load_dataset_builder  # late: takes seconds to import
+    """Return the files of each split, and the commit that the revision resolves to."""
+    from datasets import load_dataset_builder  # imported late: takes seconds
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.constants import HF_HUB_OFFLINE
 
@@ -175,9 +176,9 @@ def _find_splits(dataset: str, name: str | None, revision: str | None) -> tuple[
 
 
 def model_files(name: str, setting: str = "init_from=") -> Path:
-    """Return the folder or file of a model: a local path as it is, or ID or ID@REVISION downloaded to the Hub's cache.
+    """Return the folder or file of a model: a local path unchanged, or ID or ID@REVISION downloaded to the Hub cache.
 
-    Raises UserError, beginning with `setting` and the name, if there is neither.
+    Raises UserError, starting with `setting` and the name, if neither exists.
     """
     from huggingface_hub import snapshot_download
 
@@ -198,13 +199,13 @@ def model_files(name: str, setting: str = "init_from=") -> Path:
 
 
 def pinned_name(name: str, files: Path) -> str:
-    """Return a lasting name for what `model_files` found under `name`: a path without links, or ID@COMMIT."""
+    """Return a permanent name for what `model_files` found under `name`: a path without links, or ID@COMMIT."""
     return str(files.resolve()) if Path(name).exists() else f"{name.partition('@')[0]}@{files.name}"
 
 
 @contextlib.contextmanager
 def quiet_hub() -> Iterator[None]:
-    """Keep the Hub client from logging its own retries, where the outcome is reported in one line anyway."""
+    """Keep the Hub client from logging its own retries, where the outcome is reported in a single line anyway."""
     client = logging.getLogger("huggingface_hub")
     level = client.level
     client.setLevel(logging.CRITICAL)

@@ -1,4 +1,4 @@
-"""Whole rows of small files, with all their columns. Text to train on comes from `hfgpt.data.sources`."""
+"""Read whole rows of small files, with all their columns. (Training text is read by `hfgpt.data.sources`.)"""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hfgpt.errors import UserError, message
 
 
 def read_rows(file: str, patience_seconds: float = 900.0) -> Iterator[tuple[int, Any]]:
-    """Yield the number (from 1) and the content of each row of a jsonl or parquet file that fits into memory.
+    """Yield the number (from 1) and content of each row of a jsonl or parquet file that fits in memory.
 
     Skips blank lines. Raises UserError like `Source.read`, and for a line that is not JSON.
     """

@@ -1,4 +1,4 @@
-"""The text of a run that has begun, as it was then."""
+"""Open the text of an existing run, as it was when the run began."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def prepare_data_of_run(
     fingerprint: dict[str, Any],
     folder: Path | None,
 ) -> TextData:
-    """Do as `prepare_data` for a run that began with `saved_config` on the text of `fingerprint`.
+    """Like `prepare_data`, for a run that began with `saved_config` on the text of `fingerprint`.
 
-    The dataset is at the same commit, and a tokenizer that was trained for the run is taken from the checkpoint
+    The dataset is opened at the same commit, and a tokenizer that was trained for the run is loaded from the checkpoint
     `folder`.
     """
     commit, held_out = fingerprint.get("dataset.commit"), fingerprint.get("held_out")
@@ -33,8 +33,8 @@ def prepare_data_of_run(
     was_local = commit is None and config.dataset != embedded.NAME and config.dataset == saved_config.get("dataset")
     if was_local and local_files(config.dataset) is None:
         raise UserError(
-            f"dataset={config.dataset}: was a local path when the run began, and is not here; start it from the same "
-            "folder, or give the whole path"
+            f"dataset={config.dataset}: was a local path when the run began, but does not exist here; start from the "
+            "same folder, or give the full path"
         )
     if commit and config.dataset_revision == saved_config.get("dataset_revision"):
         pinned = dataclasses.replace(config, dataset_revision=commit)
@@ -42,7 +42,7 @@ def prepare_data_of_run(
     if folder and is_own and config.tokenizer == saved_config.get("tokenizer"):
         try:
             tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
-        except Exception as error:  # each broken file fails in its own way
+        except Exception as error:  # broken files raise errors of many types
             raise UserError(
                 f"{folder}: its tokenizer cannot be read ({message(error)}); use another checkpoint"
             ) from error

@@ -1,7 +1,7 @@
-"""Where text comes from: local files, data sets on the Hub, or the documentation that every Python has.
+"""Where text comes from: local files, datasets on the Hub, or the documentation that every Python includes.
 
-A `Source` is a list of units that can each be read alone (a row group of a parquet file, a span of a text file), so
-any order of units can be followed, left and resumed without reading what lies before.
+A `Source` is a list of units that can be read independently (a row group of a parquet file, a span of a text file), so
+they can be read in any order, and resumed anywhere without reading what comes before.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from hfgpt.errors import UserError
 logger = logging.getLogger(__name__)
 
 START_PATIENCE_SECONDS = 120.0
-# A file's hash covers this many samples of this size, evenly spread; all of a small file.
+# A file's hash covers this many evenly spread samples of this size, or all of a small file.
 SAMPLES, SAMPLE_BYTES = 64, 2**20
 MAX_NAMED_FILES = 32
 
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """Text as units of rows. It can be pickled, and reading changes nothing in it.
+    """Text as units of rows. It can be pickled, and reading does not change it.
 
-    `exclude`: `text_hash` of documents to skip. `skipped_files`: how many were left out when it was opened.
+    `exclude`: `text_hash` of documents to skip. `skipped_files`: number of files left out when it was opened.
     """
 
     units: list[Unit]
@@ -56,7 +56,7 @@ class Source:
     skipped_files: int = 0
 
     def split_for_stream(self) -> Source:
-        """Return the same text with txt files in pieces, as a stream needs many documents."""
+        """Return the same text with txt files split into pieces, because a stream needs many documents."""
         text_units = [unit for unit in self.units if file_kind(unit.file) == "text"]
         size = choose_piece_characters(text_units)
         if size is None:
@@ -66,9 +66,9 @@ class Source:
         return dataclasses.replace(self, units=[*chain(*split)], fingerprint=fingerprint)
 
     def read(self, unit: Unit) -> list[str | Unusable]:
-        """Return all rows of a unit in the file's order.
+        """Return all rows of a unit, in file order.
 
-        Raises BadFile if the file as a whole cannot be read, RunError if the network fails for too long.
+        Raises BadFile if the whole file cannot be read, RunError if the network fails for too long.
         """
         try:
             return read_file(unit.file, lambda: self._read_rows(unit), self.patience_seconds)
@@ -84,7 +84,7 @@ class Source:
         return [*(self._document(row) for row in rows[:-1]), *last]
 
     def _document(self, row: Any, characters: int | None = None) -> str | Unusable:
-        """Return the document in a row, or its first `characters`, else why it cannot be trained on."""
+        """Return the document in a row (its first `characters`), or an `Unusable` with the reason."""
         if isinstance(row, Unusable):
             return row
         try:
@@ -102,7 +102,7 @@ class Source:
 
 
 def read_documents(source: Source, units: Iterable[Unit], skipped: Counter[str]) -> Iterator[str]:
-    """Yield the documents of these units, and count rows without one in `skipped`, by reason."""
+    """Yield the documents of these units; count rows without one in `skipped`, by reason."""
     for row in chain.from_iterable(map(source.read, units)):
         if isinstance(row, Unusable):
             skipped[row.reason] += 1
@@ -124,14 +124,14 @@ def open_source(
     patience_seconds: float = 900.0,
     skip_bad_files: bool = False,
 ) -> Source:
-    """Open the text called `dataset`: "embedded", a local file, folder (and all below it) or glob, or a Hub dataset.
+    """Open the text called `dataset`: "embedded", a local file, folder (recursively) or glob, or a Hub dataset.
 
     A txt file of up to 16 MiB is one document; a larger one is split at line ends into documents of about 64 KiB.
-    Looks at the head or footer of each file. Waits out faults of the network for `patience_seconds`.
+    Reads the head or footer of each file. Waits out network failures for `patience_seconds`.
 
     Args:
-        name, split, revision: choose within a Hub dataset, which is pinned to the commit they resolve to; refused for
-            local text, as is a `text_column` for text without columns.
+        name, split, revision: select part of a Hub dataset, which is pinned to the commit that they resolve to. Not
+            allowed for local text; nor is a `text_column` for text without columns.
         skip_bad_files: leave out broken files instead of raising UserError.
 
     Raises UserError for text that cannot be found or read.
@@ -182,7 +182,7 @@ def _open_embedded() -> Source:
 def _refuse_meaningless_settings(
     dataset: str, name: str | None, split: str, revision: str | None, text_column: str
 ) -> None:
-    """Raise UserError for settings of a Hub dataset with other text, or a column of text without columns."""
+    """Raise UserError for Hub dataset settings given for other text, or a column for text without columns."""
     kind = "is this Python's own documentation" if dataset == embedded.NAME else "is local"
     given = {"dataset_name": name, "dataset_split": split if split != "train" else None, "dataset_revision": revision}
     problems = [
@@ -197,7 +197,7 @@ def _refuse_meaningless_settings(
 def _inspect_files(
     files: list[str], text_column: str, patience_seconds: float, skip_bad_files: bool
 ) -> dict[str, tuple[list[Unit], int]]:
-    """Return units and size of each file. Bad files are left out, or raised if not to be skipped, or if all are bad."""
+    """Return units and size of each file. Bad files are left out if they may be skipped and not all files are bad."""
 
     def inspect(file: str) -> tuple[list[Unit], int] | BadFile:
         try:
@@ -216,7 +216,7 @@ def _inspect_files(
 
 
 def _hash_files(files: list[str]) -> dict[str, Any]:
-    """Return the number of files and one hash of their names, sizes and content; if they are few, also one of each.
+    """Return the number of files and one hash of their names, sizes and content; for few files, also one hash each.
 
     Names are relative to the common folder.
     """

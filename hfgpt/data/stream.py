@@ -1,7 +1,7 @@
-"""What a stream of token blocks is: an endless sequence of steps, a pure function of seed and position.
+"""The interface of a stream of token blocks: an endless sequence of steps, a pure function of seed and position.
 
-A block is `sequence_length` + 1 consecutive tokens at stride `sequence_length`; a step takes `blocks_per_step` blocks
-over all processes. How a step is split over processes and workers changes nothing: each has a contiguous range of
+A block is `sequence_length` + 1 consecutive tokens at stride `sequence_length`; a step uses `blocks_per_step` blocks
+over all processes. It does not matter how a step is split over processes and workers: each gets a contiguous range of
 the step's blocks, so joining the parts in order restores it.
 """
 
@@ -28,8 +28,8 @@ class StepBatch:
     """One step's blocks for one process, int32 [blocks_per_step / world_size, sequence_length + 1].
 
     `position`: this process's share of the position after the step, see `merge_positions`. `skipped`: rows skipped,
-    by reason. `documents`: those in the step, for each logical stream. The first is the last one of the step before,
-    whose end the step may contain; it starts at 0 or below. `retries`: records of retried reads.
+    by reason. `documents`: those in the step, for each logical stream. The first is the last one of the previous step,
+    whose end this step may contain; it starts at 0 or below. `retries`: records of retried reads.
     """
 
     blocks: np.ndarray
@@ -40,9 +40,11 @@ class StepBatch:
 
 
 class Stream(Protocol):
-    """What training needs of a stream. `divisible`: a step can be split over any divisor of it. `start`: its first
-    position. `fingerprint`: everything the order of the text depends on. `streams`: logical streams, 0 for text in
-    memory, which is one run of tokens and needs no workers.
+    """What training needs from a stream.
+
+    `divisible`: a step can be split over any divisor of this number. `start`: the first position. `fingerprint`:
+    everything that determines the order of the text. `streams`: number of logical streams, 0 for text in memory, which
+    is one run of tokens and needs no workers.
     """
 
     sequence_length: int
@@ -53,13 +55,13 @@ class Stream(Protocol):
     start: dict[str, Any]
 
     def steps(self, position: dict[str, Any], first: int, last: int) -> Iterator[StepBatch]:
-        """Return the parts `first` to `last` (of `divisible`) of each step from `position` on."""
+        """Return the parts `first` to `last` (of `divisible`) of each step, starting at `position`."""
 
     def start_of_epoch(self, epoch: int) -> dict[str, Any]:
         """Return the position at which an epoch begins."""
 
     def locate_rows(self, decode: Decode, batch: StepBatch, rows: Sequence[int]) -> list[dict[str, Any]]:
-        """Return where the text in these rows of a whole step's blocks comes from, and how it begins."""
+        """Return where the text in these rows of a whole step comes from, and how it begins."""
 
 
 def join_batches(parts: Sequence[StepBatch]) -> StepBatch:
@@ -76,7 +78,7 @@ def join_batches(parts: Sequence[StepBatch]) -> StepBatch:
 
 
 def merge_positions(positions: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the whole position from those of all processes in the order of ranks. It loads on any world size."""
+    """Merge the positions of all processes, in rank order, into one that loads with any world size."""
     if "streams" not in positions[0]:
         assert all(position == positions[0] for position in positions), positions  # noqa: S101
         return positions[0]

@@ -1,4 +1,4 @@
-"""Tokenizers: load or train one, and save it for others."""
+"""Load, train and save tokenizers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hfgpt.data.remote import quiet_hub
 from hfgpt.errors import UserError, message
 from hfgpt.model.configuration_gpt2 import model_rows, special_ids
 
-# Parallel encoding in this process would make every later fork warn, and could hang the child.
+# Parallel encoding in this process would make every later fork print a warning, and could hang the child.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 END_OF_TEXT = "<|endoftext|>"
@@ -30,15 +30,15 @@ ENDLESS = re.compile(rf"\S{{{LONGEST_WORD}}}|\s{{{LONGEST_WORD}}}")
 
 
 def load_tokenizer(name: str, texts: Callable[[], Iterable[str]], model_max_length: int) -> PreTrainedTokenizerFast:
-    """Load or train the tokenizer called `name`, for a model of `model_max_length` positions.
+    """Load or train the tokenizer called `name`, for a model with `model_max_length` positions.
 
-    "char" has one token for each character of `texts()`, ids in the order of characters, and no special token.
-    "bpe-N" is a byte-level BPE of N entries trained on the first 20 M characters of `texts()`, with `<|endoftext|>`
-    as bos, eos and pad. Anything else is a folder or Hub name for `AutoTokenizer`. Raises UserError if it is neither.
+    "char" has one token for each character in `texts()`, in character order, and no special tokens. "bpe-N" is a
+    byte-level BPE with N entries, trained on the first 20 M characters of `texts()`, with `<|endoftext|>` as bos, eos
+    and pad. Anything else is a folder or Hub name for `AutoTokenizer`. Raises UserError if it is none of these.
     """
     options: dict[str, Any] = {"model_max_length": model_max_length, "clean_up_tokenization_spaces": False}
     if name == "char":
-        # A line end follows each document (see Encoder), so it has an id even if no text holds one.
+        # A line end follows each document (see Encoder), so it has an id even if no text contains one.
         characters = sorted({"\n", *chain.from_iterable(texts())})
         backend = Tokenizer(models.BPE(vocab={character: i for i, character in enumerate(characters)}, merges=[]))
         backend.decoder = decoders.Fuse()
@@ -48,13 +48,13 @@ def load_tokenizer(name: str, texts: Callable[[], Iterable[str]], model_max_leng
         return PreTrainedTokenizerFast(tokenizer_object=_train_bpe(name, texts), **options)
     files = {path.name for path in Path(name).glob("*")}
     if "vocab.json" in files and not files & {"tokenizer.json", "tokenizer_config.json", "config.json"}:
-        options["tokenizer_type"] = "gpt2"  # the bare pair of files does not name its class
+        options["tokenizer_type"] = "gpt2"  # this pair of files alone does not name its class
     try:
         with quiet_hub():
             tokenizer = AutoTokenizer.from_pretrained(name, **options)
-    except Exception as error:  # each broken or missing tokenizer fails in its own way
+    except Exception as error:  # broken and missing tokenizers raise errors of many types
         raise UserError(
-            f"tokenizer={name}: not char, not bpe-N, and no tokenizer could be loaded from a folder or Hub "
+            f"tokenizer={name}: not char or bpe-N, and no tokenizer could be loaded from a folder or Hub "
             f"repository of that name ({message(error)}); give one of these three"
         ) from error
     if not tokenizer.is_fast:
@@ -82,7 +82,7 @@ def _train_bpe(name: str, texts: Callable[[], Iterable[str]]) -> Tokenizer:
 def _first_characters(texts: Iterable[str], limit: int) -> Iterable[str]:
     for text in texts:
         text = text[:limit]
-        # The time of training grows with the square of a word's length, and nothing this long is a word.
+        # Training time grows with the square of a word's length, and nothing this long is a word.
         size = LONGEST_WORD if ENDLESS.search(text) else limit
         yield from (text[start : start + size] for start in range(0, len(text), size))
         limit -= len(text)
@@ -91,7 +91,7 @@ def _first_characters(texts: Iterable[str], limit: int) -> Iterable[str]:
 
 
 def _check_saved(tokenizer: PreTrainedTokenizerFast, name: str) -> None:
-    """Raise UserError for a tokenizer that gives other ids when saved and loaded: checkpoints could not be used."""
+    """Raise UserError if the tokenizer gives other ids after saving and loading: its checkpoints would be unusable."""
     with tempfile.TemporaryDirectory() as folder:
         save_tokenizer(tokenizer, folder)
         saved = PreTrainedTokenizerFast.from_pretrained(folder)
@@ -105,10 +105,10 @@ def _check_saved(tokenizer: PreTrainedTokenizerFast, name: str) -> None:
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: str | os.PathLike[str]) -> None:
-    """Write tokenizer.json and tokenizer_config.json so that stock transformers 4 and 5 load equal ids.
+    """Write tokenizer.json and tokenizer_config.json, so that stock transformers 4 and 5 both load the same ids.
 
-    Version 5 alone would name a class that 4 does not know; `PreTrainedTokenizerFast` is in both, and reads
-    tokenizer.json. A batch of prompts is padded on the left, where a model that continues text needs it, and special
+    Version 5 by itself would name a class that version 4 does not know; `PreTrainedTokenizerFast` is in both, and reads
+    tokenizer.json. A batch of prompts is padded on the left, as a model that continues text requires. The special
     tokens are those of `special_ids`.
     """
     tokenizer.save_pretrained(folder)
@@ -118,9 +118,9 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: str | os.PathLike
         config.pop(transient, None)
     config["tokenizer_class"] = "PreTrainedTokenizerFast"
     config["padding_side"] = "left"
-    # In transformers 4 the class also returns token_type_ids, whose embeddings GPT-2 adds to those of the tokens.
+    # In transformers 4 this class also returns token_type_ids, whose embeddings GPT-2 adds to the token embeddings.
     config["model_input_names"] = ["input_ids", "attention_mask"]
-    # By content: the name that an id is converted to may be normalized, and would become a new token.
+    # By content: converting an id to its name may normalize the name, which would then become a new token.
     content = {getattr(tokenizer, f"{name}_id"): getattr(tokenizer, name) for name in SPECIAL_TOKENS}
     for key, i in special_ids(tokenizer).items():
         if i is not None and config.get(name := key.removesuffix("_id")) is None:

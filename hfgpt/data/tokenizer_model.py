@@ -1,6 +1,6 @@
-"""What a tokenizer.json says: the bytes of each token, its characters, and which of its tokens text may become.
+"""Read a tokenizer.json: the bytes or character that each token stands for, and which tokens text may be encoded as.
 
-A specification is the parsed tokenizer.json; its "model" is the part that turns words into ids.
+A "specification" is the parsed tokenizer.json; its "model" is the part that turns words into ids.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from hfgpt.errors import UserError
 
 BYTE_OF = {character: byte for byte, character in bytes_to_unicode().items()}
 BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
-NO_TEXT = "\U0010fffe"  # before the name of a token that no text may become; not a character of any text
-KEEPS_TEXT = {"ByteLevel", "Split", "Digits", "Punctuation", "UnicodeScripts"}  # pre-tokenizers that only divide it
+NO_TEXT = "\U0010fffe"  # prefix that hides a special token from text; not a character of any text
+KEEPS_TEXT = {"ByteLevel", "Split", "Digits", "Punctuation", "UnicodeScripts"}  # pre-tokenizers that only split the
+text
 
 
 def steps(component: dict[str, Any] | None) -> list[dict[str, Any]]:
-    """Return the parts of a normalizer, pre-tokenizer, decoder or post-processor, which may be nested sequences."""
+    """Flatten a normalizer, pre-tokenizer, decoder or post-processor, which may be nested sequences."""
     if component is None:
         return []
     if component["type"] != "Sequence":
@@ -43,7 +44,7 @@ def refuse_shared_ids(vocabulary: dict[str, int]) -> None:
 
 
 def find_characters(specification: dict[str, Any], special: set[str]) -> dict[str, int] | None:
-    """Return the id of each character, or None if the tokens are not single characters."""
+    """Return the id of each character; None if the tokens are not single characters."""
     model = specification["model"]
     if model["type"] != "BPE" or specification["pre_tokenizer"] is not None or specification["normalizer"] is not None:
         return None
@@ -56,14 +57,14 @@ def find_characters(specification: dict[str, Any], special: set[str]) -> dict[st
 def find_token_bytes(
     specification: dict[str, Any], vocabulary: dict[str, int], special: set[str], rows: int
 ) -> list[bytes] | None:
-    """Return the bytes that the decoder makes of each id, none of special tokens; None if they depend on neighbours.
+    """Return the bytes that each id decodes to, empty for special tokens; None if they depend on neighboring ids.
 
-    Whether these are the bytes of a text is only known by comparing.
+    Only a comparison with a text shows whether these are its bytes.
     """
     decoder = steps(specification["decoder"])
     kinds = {step["type"] for step in decoder}
     if not kinds or kinds & {"WordPiece", "BPEDecoder", "CTC"}:
-        return None  # these put spaces between tokens
+        return None  # these decoders put spaces between tokens
     replaced = [(step["replacement"], " ") for step in decoder if step["type"] == "Metaspace"]
     for step in decoder:
         if step["type"] == "Replace" and "String" in step["pattern"]:
@@ -89,7 +90,7 @@ def find_token_bytes(
 
 
 def is_symbol(token: str | None, model: dict[str, Any]) -> bool:
-    """Return whether the token is how a BPE writes one character of text, for which it has no other token."""
+    """Return whether the token is a BPE's only way to represent one character of text."""
     if token is None or model["type"] != "BPE" or token not in model["vocab"]:
         return False
     bare = token.removeprefix(model.get("continuing_subword_prefix") or "")
@@ -97,7 +98,7 @@ def is_symbol(token: str | None, model: dict[str, Any]) -> bool:
 
 
 def has_all_bytes(specification: dict[str, Any]) -> bool:
-    """Return whether it is a byte-level BPE with a token for each byte."""
+    """Return whether this is a byte-level BPE with a token for every byte."""
     model = specification["model"]
     return (
         any(step["type"] == "ByteLevel" for step in steps(specification["pre_tokenizer"]))
@@ -108,7 +109,7 @@ def has_all_bytes(specification: dict[str, Any]) -> bool:
 
 
 def keeps_all_text(specification: dict[str, Any]) -> bool:
-    """Return whether a byte-level BPE loses nothing of any text, so that no document has to be checked."""
+    """Return whether this is a byte-level BPE that represents any text exactly, so that no document needs a check."""
     pre_tokenizers = steps(specification["pre_tokenizer"])
     return (
         has_all_bytes(specification)
@@ -122,7 +123,7 @@ def keeps_all_text(specification: dict[str, Any]) -> bool:
 
 
 def without_special_text(model: dict[str, Any], special: set[str]) -> dict[str, Any]:
-    """Return the model changed so that no text becomes one of the special tokens; all ids stay."""
+    """Return the model changed so that no text is encoded as a special token; all ids stay the same."""
     if model["type"] == "Unigram":
         pieces = [[NO_TEXT + piece if piece in special else piece, score] for piece, score in model["vocab"]]
         return {**model, "vocab": pieces}
@@ -131,15 +132,15 @@ def without_special_text(model: dict[str, Any], special: set[str]) -> dict[str, 
         prefix = model.get("continuing_subword_prefix") or ""
         pairs = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
         model = {**model, "merges": [[a, b] for a, b in pairs if hidden.isdisjoint((a, b, a + b.removeprefix(prefix)))]}
-        if not model.get("ignore_merges"):  # with it, a word that is a token needs no merge
+        if not model.get("ignore_merges"):  # with it, a word that is a token bypasses the merges
             return model
-    hidden.discard(model["unk_token"])  # text that becomes it is counted
+    hidden.discard(model["unk_token"])  # text encoded as unknown is counted elsewhere
     vocabulary = {NO_TEXT + token if token in hidden else token: i for token, i in model["vocab"].items()}
     return {**model, "vocab": vocabulary}
 
 
 def build_backend(specification: dict[str, Any], model: dict[str, Any]) -> Tokenizer:
-    """Build a tokenizer with another model that treats special tokens in text as text. Added tokens keep their ids."""
+    """Build a tokenizer with this model that treats special tokens in text as text. Added tokens keep their ids."""
     backend = Tokenizer.from_str(json.dumps(specification))
     if model != specification["model"]:
         backend.model = Tokenizer.from_str(json.dumps({**specification, "model": model, "added_tokens": []})).model
@@ -148,7 +149,7 @@ def build_backend(specification: dict[str, Any], model: dict[str, Any]) -> Token
 
 
 def build_loss_counter(specification: dict[str, Any], rows: int) -> Tokenizer | None:
-    """Build a tokenizer that gives the id `rows` for each symbol that this one would drop; None if it drops none."""
+    """Build a tokenizer that returns the id `rows` for each symbol that this one drops; None if it drops none."""
     model = specification["model"]
     has_fallback = model.get("byte_fallback") and all(f"<0x{byte:02X}>" in model["vocab"] for byte in range(256))
     if model["type"] != "BPE" or has_all_bytes(specification) or has_fallback:

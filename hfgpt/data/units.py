@@ -1,4 +1,4 @@
-"""The parts of a text that are read on their own."""
+"""Units: the parts of a text that can be read independently."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ IN_MEMORY_BYTES = 16 * 2**20
 
 
 class Unit(NamedTuple):
-    """A part of a file that is read in one go, without reading what lies before it.
+    """A part of a file that is read at once, without reading what lies before it.
 
-    `start` and `stop` are the format's own: the number of a row group, or a range of bytes (-1: to the end).
-    `rows`: how many rows it has, if known; no more are used. `characters`: how much of the last of these rows
-    is used (None: all). `piece_characters`: size of the documents that a txt file is split into: None for one
-    document, 0 for about 64 KiB, always at a line end. `size_bytes`: bytes of text, about.
+    `start` and `stop` depend on the format: the number of a row group, or a range of bytes (-1: to the end).
+    `rows`: number of rows, if known; no more are used. `characters`: how much of the last of these rows is used
+    (None: all). `piece_characters`: size of the documents that a txt file is split into, always at line ends: None for
+    one document, 0 for about 64 KiB. `size_bytes`: approximate bytes of text.
     """
 
     file: str

@@ -28,7 +28,7 @@ class Format(Protocol):
     UNIT_START: str  # what `Unit.start` is called in reports
 
     def find_units(self, file: str, head: FileHead, text_column: str) -> list[Unit]:
-        """Return the parts of the file that can be read alone, in order. Raises BadFile if the file cannot be used."""
+        """Return the independently readable parts of the file, in order. Raises BadFile for an unusable file."""
 
     def read_rows(self, unit: Unit, text_column: str) -> list[Any]:
         """Return the texts of a unit's rows, as str or as bytes in UTF-8. Row n of a unit is always the same.
@@ -37,7 +37,7 @@ class Format(Protocol):
         """
 
 
-# By `file_kind`.
+# Keyed by `file_kind`.
 FORMATS: dict[str, Format] = {"parquet": parquet, "lines": jsonl, "text": text}
 
 
@@ -46,9 +46,9 @@ def format_of(file: str) -> Format:
 
 
 def inspect_file(file: str, text_column: str) -> tuple[list[Unit], int]:
-    """Return a file's units and size in bytes. Raises BadFile for a file that is not what its name promises."""
+    """Return a file's units and size in bytes. Raises BadFile if the content does not match the name."""
     if file.encode("utf-8", "replace").decode() != file or len(file.splitlines()) > 1:
-        raise BadFile(f"dataset: {file!a}: the name is not one line of UTF-8; rename it")  # it could not be recorded
+        raise BadFile(f"dataset: {file!a}: the name is not a single line of UTF-8; rename it")  # could not be recorded
     if "://" not in file and os.path.islink(file) and not os.path.exists(file):
         raise BadFile(f"dataset: {file} is a link to a missing file; fetch that file, or remove the link")
     head = read_head(file)

@@ -1,4 +1,4 @@
-"""JSON lines: one object a line, its text in one of its keys."""
+"""JSON lines: one object per line, with the text under one of its keys."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ REASONS: dict[type[Exception], str] = {
 
 def find_units(file: str, head: FileHead, text_column: str) -> list[Unit]:
     if find_damage(file, head.data, head.is_whole, text_column):
-        # A few lines are not enough to refuse a file.
+        # A few bad lines are not enough to reject a file.
         sample = read_lines(Unit(file, 0, SAMPLE_BYTES))
         if damage := find_damage(file, sample, True, text_column):
             raise damage
@@ -44,7 +44,7 @@ def _read_line(line: bytes, text_column: str) -> Any:
 
 
 def find_damage(file: str, data: bytes, is_whole: bool, text_column: str | None) -> BadFile | None:
-    """Return why a file that begins with `data` is not JSON lines with `text_column` (None: any); None if it may be."""
+    """Return an error if a file that begins with `data` is not JSON lines with `text_column` (None: any), else None."""
     data = data.removeprefix(codecs.BOM_UTF8).lstrip()
     lines = [line for line in (data if is_whole else data.rpartition(b"\n")[0]).split(b"\n") if line.strip()]
     objects = [value for value in map(_parse, lines) if isinstance(value, dict)]
@@ -52,14 +52,14 @@ def find_damage(file: str, data: bytes, is_whole: bool, text_column: str | None)
     if 2 * len(objects) < len(lines) or not lines:
         jq = f"{Path(file).name} > lines-{Path(file).stem}.jsonl"
         if re.match(rb"\[\s*\{", data):
-            return BadFile(f"dataset: {file} is a JSON array; write one object a line, for example: jq -c '.[]' {jq}")
+            return BadFile(f"dataset: {file} is a JSON array; write one object per line, for example: jq -c '.[]' {jq}")
         if len(lines) > 1 and data.startswith(b"{") and not lines[0].rstrip().endswith(b"}"):
             what = "contains a JSON object that spans several lines"
-            return BadFile(f"dataset: {file} {what}; write one object a line, for example: jq -c . {jq}")
+            return BadFile(f"dataset: {file} {what}; write one object per line, for example: jq -c . {jq}")
         if lines and not objects:
             shown = ascii(lines[0][:40].decode("utf-8", "replace"))
             which = f"none of its first {len(lines):,} lines is" if len(lines) > 1 else "its line is not"
-            return BadFile(f"dataset: {file}: {which} a JSON object ({shown}); give one JSON object a line, in UTF-8")
+            return BadFile(f"dataset: {file}: {which} a JSON object ({shown}); give one JSON object per line, in UTF-8")
     if columns and text_column is not None and text_column not in columns:
         return no_column(file, text_column, columns)
     return None

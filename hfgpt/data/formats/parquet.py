@@ -1,4 +1,4 @@
-"""Parquet: a unit is a row group."""
+"""Parquet files: a unit is a row group."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hfgpt.data.kinds import BadFile
 from hfgpt.data.units import Unit
 
 HAS_COLUMNS, UNIT_START = True, "row_group"  # see `Format`
-# Footers are kept up to this size in all, as stored; each is fetched once as long as all fit.
+# Footers are cached up to this total size, as stored; while they all fit, each is fetched only once.
 FOOTER_CACHE_BYTES = 128 * 2**20
 TEXT_TYPES = ("string", "large_string", "string_view", "binary", "large_binary", "binary_view")
 
@@ -27,7 +27,7 @@ def find_units(file: str, head: FileHead, text_column: str) -> list[Unit]:
         raise no_column(file, text_column, schema.names)
     kind = schema.field(text_column).type
     if str(kind.value_type if pa.types.is_dictionary(kind) else kind) not in TEXT_TYPES:
-        raise BadFile(f"text_column={text_column}: holds {kind}, not text, in {file}; name a text column")
+        raise BadFile(f"text_column={text_column}: contains {kind}, not text, in {file}; choose a text column")
     leaf = metadata.schema.names.index(text_column) if text_column in metadata.schema.names else 0
     groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
     return [
@@ -41,15 +41,15 @@ def read_rows(unit: Unit, text_column: str) -> list[Any]:
     with open_file(unit.file) as handle:
         reader = pq.ParquetFile(handle, metadata=_read_footer(unit.file))
         table = reader.read_row_group(unit.start, columns=[text_column], use_threads=False)
-    return table[0].cast(pa.large_binary()).to_pylist()  # arrow does not check that a string column is UTF-8
+    return table[0].cast(pa.large_binary()).to_pylist()  # Arrow does not check that a string column is UTF-8
 
 
 class _FooterCache:
-    """The footers used last, up to `FOOTER_CACHE_BYTES` in all. May be used by any number of threads."""
+    """A thread-safe LRU cache of footers, up to `FOOTER_CACHE_BYTES` in total."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._footers: dict[Any, Any] = {}  # the one used last is at the end
+        self._footers: dict[Any, Any] = {}  # the most recently used is at the end
         self._bytes = 0
 
     def get(self, key: Any) -> Any:
@@ -70,8 +70,8 @@ _footers = _FooterCache()
 
 
 def _read_footer(file: str) -> Any:
-    """Return the metadata of a file, fetched once."""
-    # A local file may be written over. A file on the Hub has its commit in its name.
+    """Return the metadata of a file, fetched once and cached."""
+    # A local file may be overwritten; a Hub file has its commit in its name.
     status = None if "://" in file else os.stat(file)
     key = (file, status and (status.st_size, status.st_mtime_ns))
     if (footer := _footers.get(key)) is None:

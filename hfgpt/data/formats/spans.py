@@ -1,4 +1,4 @@
-"""Files of lines. A unit is a span of bytes; the lines that begin in the span belong to it."""
+"""Files of lines: a unit is a span of bytes, and contains the lines that begin in the span."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hfgpt.data.file_access import open_file
 from hfgpt.data.units import Unit
 
 SPAN_BYTES = 2 * 2**20
-# To reach a span of a gzip file, everything before it is uncompressed, so these are larger.
+# Reaching a span of a gzip file means decompressing everything before it, so these are larger.
 GZIP_SPAN_BYTES = 32 * 2**20
 
 
@@ -20,13 +20,13 @@ def split_into_spans(file: str, size_bytes: int) -> list[Unit]:
         return [Unit(file, start, stop, size_bytes=stop - start) for start, stop in itertools.pairwise(borders)]
     starts = range(0, max(1, size_bytes), GZIP_SPAN_BYTES)
     units = [Unit(file, start, start + GZIP_SPAN_BYTES, size_bytes=GZIP_SPAN_BYTES) for start in starts]
-    # A gzip file states its size modulo 2^32 only, so the last unit has all that is left.
+    # A gzip file states its size only modulo 2^32, so the last unit takes everything that is left.
     units[-1] = units[-1]._replace(stop=-1, size_bytes=size_bytes - starts[-1])
     return units
 
 
 def read_lines(unit: Unit) -> bytes:
-    """Return the lines that begin in the unit, without a byte order mark."""
+    """Return the lines that begin in the unit, without byte order mark."""
     start = max(unit.start - 1, 0)  # a line that begins at `start` follows a line end just before it
     with open_file(unit.file) as handle:
         handle.seek(start)
@@ -41,9 +41,9 @@ def read_lines(unit: Unit) -> bytes:
 
 
 def read_text(unit: Unit, longest_line: int) -> bytes:
-    """Return the lines that begin in the unit, like `read_lines`, but divide long lines.
+    """Return the lines that begin in the unit, like `read_lines`, but split long lines.
 
-    A line that continues for `longest_line` bytes after the end of the unit is cut there, between two characters.
+    A line that continues for `longest_line` bytes after the end of the unit is split there, between two characters.
     """
     start = max(unit.start - 1, 0)
     with open_file(unit.file) as handle:
@@ -55,7 +55,7 @@ def read_text(unit: Unit, longest_line: int) -> bytes:
 
 
 def _find_border(data: bytes, at: int, longest_line: int) -> int:
-    """Return where the first line begins from `at` on, or the first character if none does for `longest_line` bytes."""
+    """Return where the first line from `at` on begins, else the first character if `longest_line` bytes have none."""
     window = data[at - 1 : at - 1 + longest_line]
     if (line_end := window.find(b"\n")) >= 0:
         return at + line_end

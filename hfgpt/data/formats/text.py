@@ -1,4 +1,4 @@
-"""Plain text: a small file is one document, a larger one is split into documents at line ends."""
+"""Plain text: a small file is one document; a larger one is split into documents at line ends."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ def find_units(file: str, head: FileHead, text_column: str) -> list[Unit]:
         with open_file(file) as handle:
             handle.seek(max(0, head.size_bytes - 64))
             if b"\0" in handle.read(64):
-                raise BadFile(f"dataset: {file} ends in zero bytes, as broken files do; fetch it again or cut them off")
+                raise BadFile(
+                    f"dataset: {file} ends in zero bytes, as damaged files do; download it again, or remove them"
+                )
     if head.size_bytes <= IN_MEMORY_BYTES:
         return [Unit(file, rows=1, piece_characters=None, size_bytes=head.text_bytes)]
     return split_into_spans(file, head.text_bytes)
@@ -33,18 +35,18 @@ def read_rows(unit: Unit, text_column: str) -> list[str]:
     text = data.decode().replace("\r\n", "\n")
     if size is None:
         return [text]
-    # A document ends with its line after that many characters; given a size, after twice as many in any case.
+    # A document ends at the first line end after this many characters; given a size, at the latest after twice as many.
     rest_of_line = rf"[^\n]{{0,{size}}}" if size else r"[^\n]*"
     return re.findall(rf"(?s:.{{1,{size or DOCUMENT_CHARACTERS}}}){rest_of_line}\n?", text)
 
 
 def choose_piece_characters(units: list[Unit]) -> int | None:
-    """Return the size of documents that gives a stream enough of them; None if all text files are small enough."""
+    """Return the document size that gives a stream enough documents; None if all text files are small enough."""
     size = min(max(sum(unit.size_bytes for unit in units) // STREAM_DOCUMENTS, SMALLEST_PIECE), DOCUMENT_CHARACTERS)
     return size if any(unit.size_bytes > size for unit in units) else None
 
 
 def split_into_pieces(unit: Unit, piece_characters: int) -> list[Unit]:
-    """Return the same text in units whose documents have about `piece_characters`."""
+    """Split a unit into units whose documents have about `piece_characters` characters."""
     units = split_into_spans(unit.file, unit.size_bytes) if unit.piece_characters is None else [unit]
     return [one._replace(piece_characters=piece_characters) for one in units]
