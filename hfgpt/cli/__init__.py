@@ -14,7 +14,7 @@ from hfgpt.cli.run_recipe import run_command
 from hfgpt.errors import UserError
 from hfgpt.messages.formats import enumerated
 
-INTERRUPTED = 130  # what typer returns after Ctrl-C
+INTERRUPTED = 130  # typer's exit code after Ctrl-C
 
 app = typer.Typer(
     name="hfgpt",

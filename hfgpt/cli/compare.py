@@ -30,7 +30,7 @@ def compare(
         typer.Option(
             "--tokens_per_step",
             parser=whole(),
-            help="For logs that do not state it: one for all, or repeated, one for each log.",
+            help="For logs that do not state it: one value for all, or repeat the flag for each log.",
         ),
     ] = None,
     verbose: Annotated[
@@ -38,7 +38,7 @@ def compare(
     ] = False,
     is_json: AsJson = False,
 ) -> None:
-    """Report on one run, or compare several with the first: settings, speed, loss at equal steps, tokens and time.
+    """Report on one run, or compare several with the first: settings, speed, and loss at equal steps, tokens and time.
 
     Example: hfgpt compare out/a out/b --output report.html
     """

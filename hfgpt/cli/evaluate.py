@@ -28,21 +28,27 @@ def evaluate(
         str | None, Option("--dataset", parser=path_or_id, help="File, folder, glob, Hub id or embedded.")
     ] = None,
     task: Annotated[Literal["hellaswag"] | None, Option("--task", help="Score a task instead of a text.")] = None,
-    dataset_name: Annotated[str | None, Option("--dataset_name", help="Configuration of a Hub set.")] = None,
-    dataset_split: Annotated[str, Option("--dataset_split", help="Split of a Hub set.")] = "train",
-    dataset_revision: Annotated[str | None, Option("--dataset_revision", help="Commit, tag, branch.")] = None,
+    dataset_name: Annotated[
+        str | None, Option("--dataset_name", help="Configuration (subset) of a Hub dataset.")
+    ] = None,
+    dataset_split: Annotated[str, Option("--dataset_split", help="Split of a Hub dataset.")] = "train",
+    dataset_revision: Annotated[
+        str | None, Option("--dataset_revision", help="Commit, tag or branch of a Hub dataset.")
+    ] = None,
     text_column: Annotated[str, Option("--text_column", help="Column that holds the text.")] = "text",
     sequence_length: Annotated[
         int | None,
         Option("--sequence_length", parser=whole(1), help="Tokens per window; default: the training length."),
     ] = None,
     stride: Annotated[
-        int | None, Option("--stride", parser=whole(1), help="Sliding windows: tokens from one to the next.")
+        int | None, Option("--stride", parser=whole(1), help="Sliding windows: tokens from one window to the next.")
     ] = None,
     by_document: Annotated[
-        bool | None, Option("--by_document/--packed", help="Each document on its own, or one after another.")
+        bool | None, Option("--by_document/--packed", help="Score each document on its own, or one after another.")
     ] = None,
-    eval_tokens: Annotated[int | None, Option("--eval_tokens", parser=whole(1), help="Score only this many.")] = None,
+    eval_tokens: Annotated[
+        int | None, Option("--eval_tokens", parser=whole(1), help="Score only this many tokens.")
+    ] = None,
     limit: Annotated[
         int | None, Option("--limit", parser=whole(1), help="With --task: only the first N examples.")
     ] = None,
@@ -50,13 +56,17 @@ def evaluate(
         int, Option("--per_device_eval_batch_size", parser=whole(1, 2**16), help="Sequences per forward pass.")
     ] = 8,
     mixed_precision: Annotated[Precision, Option("--mixed_precision", help="Precision to compute in.")] = "no",
-    torch_compile: Annotated[bool, Option("--torch_compile/--eager", help="Changes only the speed.")] = False,
-    record: Annotated[bool, Option("--record", help="Record it in the run folder, for the model card.")] = False,
+    torch_compile: Annotated[
+        bool, Option("--torch_compile/--eager", help="Compile the model; changes only the speed.")
+    ] = False,
+    record: Annotated[
+        bool, Option("--record", help="Record the result in the run folder, for the model card.")
+    ] = False,
     is_json: AsJson = False,
 ) -> None:
     """Score a text, each token once: loss, perplexity and bits per byte; or a task: hellaswag.
 
-    Several processes share the work under accelerate launch --module hfgpt.cli evaluate ...
+    To share the work between processes: accelerate launch --module hfgpt.cli evaluate ...
 
     Example: hfgpt evaluate out/run/checkpoint-latest --dataset "texts/*.txt"
     """
@@ -75,9 +85,9 @@ def evaluate(
 
 
 def _check_options(context: typer.Context, dataset: str | None, task: str | None) -> None:
-    """Raise UserError if there is no text to score, or if an option does not apply to what is scored."""
+    """Raise UserError if there is no text to score, or if an option does not apply."""
     if task is None and dataset is None:
-        raise UserError("dataset: no text is named; give a file, folder, glob, Hub id or embedded, or --task hellaswag")
+        raise UserError("dataset: no text is given; use a file, folder, glob, Hub id or embedded, or --task hellaswag")
     unfit = TASK_OPTIONS if task is None else TEXT_OPTIONS
     if wrong := [name for name in unfit if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"]:
         options = {
@@ -103,9 +113,9 @@ def _evaluate(
         facts = evaluate_checkpoint(checkpoint, measure, precision)
     if rank_and_world_size()[0]:
         return
-    try:  # record before printing: the pipe that reads the output may be closed
+    try:  # recorded before printing, because the pipe that reads the output may be closed
         file = record_evaluation(checkpoint, task, facts) if record else None
-    finally:  # print a result that cannot be recorded, too
+    finally:  # a result that cannot be recorded is printed, too
         print(as_json(facts) if is_json else as_lines(facts))
     if file:
         print(f"recorded in {file}", file=sys.stderr)

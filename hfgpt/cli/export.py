@@ -14,9 +14,9 @@ def export(
     checkpoint: Checkpoint,
     folder: NewFolder,
     dtype: Annotated[
-        Literal["float32", "bfloat16", "float16"], Option("--dtype", help="Type of the weights in the file.")
+        Literal["float32", "bfloat16", "float16"], Option("--dtype", help="Data type of the saved weights.")
     ] = "float32",
-    untie_head: Annotated[bool, Option("--untie_head", help="Store the head's matrix, too.")] = False,
+    untie_head: Annotated[bool, Option("--untie_head", help="Also store the head's matrix.")] = False,
 ) -> None:
     """Write a checkpoint as a plain GPT-2 folder: model, tokenizer, card; no training state.
 

@@ -19,18 +19,23 @@ def generate(
     checkpoint: Checkpoint,
     prompt: Annotated[list[str] | None, Option("--prompt", help="Text to continue; -: standard input.")] = None,
     prompt_file: Annotated[
-        Path | None, Option("--prompt_file", parser=path, help="A prompt per line; of a .jsonl: the field prompt.")
+        Path | None,
+        Option("--prompt_file", parser=path, help="One prompt per line; or a .jsonl with the field prompt."),
     ] = None,
     num_samples: Annotated[int, Option("--num_samples", parser=whole(), help="Texts per prompt.")] = 1,
     max_new_tokens: Annotated[int, Option("--max_new_tokens", parser=whole(), help="Tokens per text, at most.")] = 200,
-    temperature: Annotated[float, Option("--temperature", help="0: the likeliest token.")] = 1.0,
-    top_k: Annotated[int | None, Option("--top_k", parser=whole(), help="Draw from the k likeliest; 0: all.")] = None,
-    top_p: Annotated[float | None, Option("--top_p", help="Draw from this much probability.")] = None,
-    seed: Annotated[int | None, Option("--seed", parser=whole(), help="Same seed, same texts.")] = None,
-    batch_size: Annotated[int, Option("--batch_size", parser=whole(), help="Texts written at a time.")] = 8,
+    temperature: Annotated[float, Option("--temperature", help="0: always the most likely token.")] = 1.0,
+    top_k: Annotated[
+        int | None, Option("--top_k", parser=whole(), help="Sample from the k most likely tokens; 0: all.")
+    ] = None,
+    top_p: Annotated[
+        float | None, Option("--top_p", help="Sample from the most likely tokens with this total probability.")
+    ] = None,
+    seed: Annotated[int | None, Option("--seed", parser=whole(), help="The same seed gives the same texts.")] = None,
+    batch_size: Annotated[int, Option("--batch_size", parser=whole(), help="Texts generated at a time.")] = 8,
     is_json: Annotated[bool, Option("--json", help="Print one JSON object per text.")] = False,
 ) -> None:
-    """Write text with a trained model. A single text appears as it is written.
+    """Generate text with a trained model. A single text is shown while it is written.
 
     Example: hfgpt generate out/run/checkpoint-latest --prompt "To be"
     """
@@ -64,12 +69,12 @@ def generate(
 
 
 def _read_standard_input(prompts: Sequence[str]) -> list[str]:
-    """Return the prompts, with standard input in place of "-"."""
+    """Return the prompts, replacing "-" with standard input."""
     if "-" not in prompts:
         return list(prompts)
     fix = "give a text, or --prompt_file"
     if prompts.count("-") > 1:
-        raise UserError("prompt -: stands for standard input, which can be read only once; give it once")
+        raise UserError("prompt -: standard input can be read only once; give - once")
     if sys.stdin is None:
         raise UserError(f"prompt -: standard input is closed; {fix}")
     try:

@@ -17,7 +17,9 @@ def import_(
     tokenizer: Annotated[
         str | None, Option("--tokenizer", help="Hub id or folder, or char.", parser=path_or_id)
     ] = None,
-    text: Annotated[Path | None, Option("--text", help="With char: the text it was made from.", parser=path)] = None,
+    text: Annotated[
+        Path | None, Option("--text", help="With char: the text that the characters came from.", parser=path)
+    ] = None,
 ) -> None:
     """Turn a nanoGPT checkpoint into a GPT-2 folder for generate, verify, --init_from and stock transformers.
 

@@ -1,4 +1,4 @@
-"""Option types that several commands share, and parsers that say what is wrong with a value."""
+"""Option types shared by several commands, and parsers that say what is wrong with a value."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def path_or_id(text: str) -> str:
 
 
 def whole(least: int | None = None, most: int = WHOLE_BELOW - 1) -> Callable[[str], int]:
-    """Return a parser of whole numbers, also as 1e6, from `least` to `most`. Without `least`, the callee checks."""
+    """Return a parser of whole numbers (1e6 is one, too) from `least` to `most`. Without `least`, the callee checks."""
 
     def integer(text: str) -> int:
         try:
@@ -42,7 +42,7 @@ def whole(least: int | None = None, most: int = WHOLE_BELOW - 1) -> Callable[[st
 
 
 def number(most: float = 1e15) -> Callable[[str], float]:
-    """Return a parser of numbers from 1e-30 to `most`: products and ratios of two of them are finite."""
+    """Return a parser of numbers from 1e-30 to `most`, so that products and ratios of two of them are finite."""
 
     def real(text: str) -> float:
         try:

@@ -1,4 +1,4 @@
-"""What commands print: a JSON object, or one fact per line."""
+"""Format the output of commands: a JSON object, or one fact per line."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hfgpt.messages.formats import rounded
 
 
 def as_json(facts: dict[str, Any]) -> str:
-    """Return indented JSON, with null for infinity and NaN, which JSON does not have."""
+    """Return indented JSON, with null for infinity and NaN, which JSON lacks."""
     return json.dumps(json.loads(json.dumps(facts), parse_constant=lambda _: None), indent=2)
 
 
@@ -22,7 +22,7 @@ def as_lines(facts: dict[str, Any], unknown: str = "unknown") -> str:
 
 
 def print_check(facts: dict[str, Any], subject: str, is_json: bool) -> None:
-    """Print the facts of a check. Raises RunError with its problems, if it found any."""
+    """Print the facts found by a check. Raises RunError if it found problems."""
     print(as_json(facts) if is_json else as_lines(facts, "not checked"))
     if facts["problems"]:
         raise RunError(f"{subject}: {'; '.join(facts['problems'])}")
@@ -30,7 +30,7 @@ def print_check(facts: dict[str, Any], subject: str, is_json: bool) -> None:
 
 def silence_transformers() -> None:
     """Turn off progress bars and warnings of transformers."""
-    from transformers.utils import logging  # takes a second
+    from transformers.utils import logging  # takes a second to import
 
     logging.disable_progress_bar()
     logging.set_verbosity_error()

@@ -19,33 +19,41 @@ def plan(
     context: typer.Context,
     tokens_per_step: Annotated[int, Option("--tokens_per_step", parser=whole(), help="Target tokens of a step.")],
     model: Annotated[str | None, Option("--model", help="Size, or GPT2Config fields as {..}.")] = None,
-    device: Annotated[str | None, Option("--device", help="Exact name; default: this machine's.")] = None,
+    device: Annotated[str | None, Option("--device", help="Exact device name; default: this machine's.")] = None,
     sequence_length: Annotated[
         int | None, Option("--sequence_length", parser=whole(), help="Default: the model's.")
     ] = None,
     vocab_size: Annotated[
-        int | None, Option("--vocab_size", parser=whole(1), help="Rows of the tokenizer; default: 50257.")
+        int | None, Option("--vocab_size", parser=whole(1), help="Entries of the tokenizer; default: 50257.")
     ] = None,
     mixed_precision: Annotated[Precision | None, Option("--mixed_precision", help="Default: auto.")] = None,
     torch_compile: Annotated[
         Literal["auto", "true", "false"] | None, Option("--torch_compile", help="Default: auto.")
     ] = None,
     gradient_checkpointing: Annotated[
-        Literal["true", "false"] | None, Option("--gradient_checkpointing", help="true: recompute the blocks.")
+        Literal["true", "false"] | None, Option("--gradient_checkpointing", help="true: recompute activations.")
     ] = None,
     optim: Annotated[Literal["adamw", "muon"] | None, Option("--optim", help="Default: adamw.")] = None,
-    processes: Annotated[int | None, Option("--processes", parser=whole(1), help="One per device; default: 1.")] = None,
+    processes: Annotated[
+        int | None, Option("--processes", parser=whole(1), help="Processes, one per device; default: 1.")
+    ] = None,
     fsdp: Annotated[bool, Option("--fsdp", help="Shard parameters and optimizer (FSDP2).")] = False,
-    memory_gib: Annotated[float | None, Option("--memory_gib", parser=number(), help="GiB of one device.")] = None,
-    mfu: Annotated[float | None, Option("--mfu", parser=number(1), help="Fraction of the peak; default: 0.4.")] = None,
-    mfu_peak_tflops: Annotated[float | None, Option("--mfu_peak_tflops", help="Peak of one device.")] = None,
+    memory_gib: Annotated[
+        float | None, Option("--memory_gib", parser=number(), help="Memory of one device, in GiB.")
+    ] = None,
+    mfu: Annotated[
+        float | None, Option("--mfu", parser=number(1), help="Fraction of the peak rate; default: 0.4.")
+    ] = None,
+    mfu_peak_tflops: Annotated[float | None, Option("--mfu_peak_tflops", help="Peak rate of one device.")] = None,
     max_tokens: Annotated[
         int | None, Option("--max_tokens", parser=whole(), help="Token budget; default: 10e9.")
     ] = None,
-    price_per_hour: Annotated[float | None, Option("--price_per_hour", parser=number(), help="Of a device.")] = None,
-    watts: Annotated[float | None, Option("--watts", parser=number(), help="Power of one device.")] = None,
+    price_per_hour: Annotated[
+        float | None, Option("--price_per_hour", parser=number(), help="Price of one device, per hour.")
+    ] = None,
+    watts: Annotated[float | None, Option("--watts", parser=number(), help="Power of one device, in watts.")] = None,
     measure: Annotated[bool, Option("--measure", help="Take real steps here, with each micro-batch.")] = False,
-    output: Annotated[Path | None, Option("--output", parser=path, help="With --measure: a plot, as PNG.")] = None,
+    output: Annotated[Path | None, Option("--output", parser=path, help="With --measure: write a plot (PNG).")] = None,
     is_json: AsJson = False,
 ) -> None:
     """Plan a run for a device that may be elsewhere: memory by part, the micro-batch that fits, time, energy and cost.
@@ -66,7 +74,7 @@ def plan(
         if output:
             planned.plot(output)
     elif output:
-        raise UserError(f"output={output}: only --measure draws a plot; add that, or leave it out")
+        raise UserError(f"output={output}: only --measure draws a plot; add --measure, or leave it out")
     else:
         from hfgpt.planning.estimate import forecast
 

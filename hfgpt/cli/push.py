@@ -12,10 +12,12 @@ from hfgpt.cli.options import path
 
 def push(
     checkpoint: Annotated[Path, Argument(help="Checkpoint folder.", parser=path)],
-    repository: Annotated[str, Argument(help="user/name on the Hub; user/ may be left out: your own account.")],
-    private: Annotated[bool, Option("--private", help="Make it private; refuses one that is public.")] = False,
-    revision: Annotated[str | None, Option("--revision", help="Branch; created if it does not exist.")] = None,
-    tag: Annotated[str | None, Option("--tag", help="Name for the commit.")] = None,
+    repository: Annotated[str, Argument(help="user/name on the Hub; without user/: your own account.")],
+    private: Annotated[bool, Option("--private", help="Make the repository private; refuses a public one.")] = False,
+    revision: Annotated[
+        str | None, Option("--revision", help="Branch to push to; created if it does not exist.")
+    ] = None,
+    tag: Annotated[str | None, Option("--tag", help="Tag for the commit.")] = None,
     license: Annotated[str | None, Option("--license", help="For the card, such as apache-2.0.")] = None,
     language: Annotated[str | None, Option("--language", help="For the card, such as en.")] = None,
 ) -> None:

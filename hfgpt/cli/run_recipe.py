@@ -1,4 +1,4 @@
-"""How recipes and commands end: one-line errors and exit codes."""
+"""Run recipes and commands so that they end with one-line errors and exit codes."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from hfgpt.distributed.stop_signals import Interrupted, StopSignals
 from hfgpt.errors import RunError, UserError, first_line
 from hfgpt.messages import safe_output
 
-# How long another process waits for the main process to print an error that both have.
+# How long other processes wait for the main process to print an error that they share.
 SECONDS_FOR_MAIN = 10.0
 
 
 def run_recipe(main: Callable[[], Any]) -> None:
     """Run `main` and end the process as users expect: `if __name__ == "__main__": run_recipe(main)`.
 
-    Returns when `main` does. UserError: all its problems on one line of stderr, and exit code 2. Any other exception:
-    one line with the cause last, and exit code 1. Its traceback is in the file that this line names, or else above it;
-    with HFGPT_DEBUG=1 always above it. Signals: 128 + their number. The main process prints errors that all processes
-    have. Output that cannot be written is dropped.
+    Returns when `main` does. UserError: all its problems on one line of stderr, exit code 2. Any other exception: one
+    line that ends with the cause, exit code 1; the traceback is in the file named there, or else above that line (with
+    HFGPT_DEBUG=1 always above it). Signals: exit code 128 + the signal's number. An error that all processes share is
+    printed by the main process. Output that cannot be written is dropped.
     """
     safe_output.make_safe()
     _run(main)
 
 
 def run_command(main: Callable[[], Any]) -> None:
-    """Do as `run_recipe`, but for a command: a closed pipe ends it, as its output is its purpose."""
+    """Like `run_recipe`, but for a command: a closed pipe ends it, because its output is its purpose."""
     safe_output.make_safe(must_write=True)
 
     def run_and_flush() -> None:
@@ -45,7 +45,7 @@ def run_command(main: Callable[[], Any]) -> None:
 def _run(main: Callable[[], Any]) -> None:
     try:
         rank, world_size = rank_and_world_size()
-    except UserError:  # `main` raises it again if it needs them
+    except UserError:  # `main` raises the error again if it needs them
         rank, world_size = 0, 1
     is_debugging = os.environ.get("HFGPT_DEBUG", "0") not in ("", "0")
     process = f"process {rank} of {world_size}: " if world_size > 1 else ""

@@ -42,9 +42,9 @@ def no_such_file(dataset: str) -> UserError:
     path = Path(os.path.abspath(os.path.expanduser(dataset)))
     names = [other.name for other in path.parent.glob("*") if file_kind(other.name) or other.is_dir()]
     similar = difflib.get_close_matches(path.name, names)
-    similar = [name for name in similar if difflib.get_close_matches(path.stem, [Path(name).stem])]  # whatever its
-    suffix hint = f"did you mean {Path(dataset).with_name(similar[0])}?" if similar else "check the path" return
-    UserError(f"dataset={dataset}: no such file or folder; {hint}")
+    similar = [name for name in similar if difflib.get_close_matches(path.stem, [Path(name).stem])]  # not by suffix
+    hint = f"did you mean {Path(dataset).with_name(similar[0])}?" if similar else "check the path"
+    return UserError(f"dataset={dataset}: no such file or folder; {hint}")
 
 
 def _choose_files(dataset: str, found: list[str]) -> tuple[list[str], list[str]]:
@@ -53,8 +53,7 @@ def _choose_files(dataset: str, found: list[str]) -> tuple[list[str], list[str]]
     others = [file for file in files if not file_kind(file) or (Path(file).name in LEFT_OUT and len(files) > 1)]
     usable = sorted(set(files).difference(others))
     by_identity: dict[object, str] = {}
-    for file in sorted(usable, key=lambda file: (os.path.realpath(file) != file, file)):  # real files before links to
-    them
+    for file in sorted(usable, key=lambda file: (os.path.realpath(file) != file, file)):  # files before links to them
         by_identity.setdefault(_identity(file), file)
     if not files:
         what = "no files" if not found or os.path.isdir(os.path.expanduser(dataset)) else "only folders"

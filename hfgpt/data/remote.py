@@ -106,8 +106,7 @@ def find_hub_fault() -> str | None:
             should_retry=should_retry,
         )
     except Exception as error:  # by name: the Hub client has changed its HTTP package
-        if not error_names(error).isdisjoint(UNREACHABLE):  # other failures are left to the retries of the request
-        itself
+        if not error_names(error).isdisjoint(UNREACHABLE):  # the request retries after other failures
             return f"the Hub at {constants.ENDPOINT} cannot be reached"
     return None
 

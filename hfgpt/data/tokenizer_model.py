@@ -18,8 +18,7 @@ from hfgpt.errors import UserError
 BYTE_OF = {character: byte for byte, character in bytes_to_unicode().items()}
 BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
 NO_TEXT = "\U0010fffe"  # prefix that hides a special token from text; not a character of any text
-KEEPS_TEXT = {"ByteLevel", "Split", "Digits", "Punctuation", "UnicodeScripts"}  # pre-tokenizers that only split the
-text
+KEEPS_TEXT = {"ByteLevel", "Split", "Digits", "Punctuation", "UnicodeScripts"}  # pre-tokenizers that only split
 
 
 def steps(component: dict[str, Any] | None) -> list[dict[str, Any]]:

@@ -22,9 +22,9 @@ from hfgpt.errors import UserError
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-# Compiling for a CPU takes 20 to 70 seconds, as much as it saves in about this many passes of a small model.
+# Compiling for a CPU takes 20 to 70 seconds, about as much as it saves in this many passes of a small model.
 SHORT_RUN_FORWARD_PASSES = 200
-COMPILER_ERRORS = ("InductorError", "BackendCompilerFailed")  # by name, as their modules take a second to import
+COMPILER_ERRORS = ("InductorError", "BackendCompilerFailed")  # by name, because their modules take a second to import
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,8 @@ def choose_compile(
 ) -> CompileChoice:
     """Choose whether to compile the model for a run of `forward_passes` micro-batches on this process.
 
-    `requested` is "auto", True or False. is_least: there may be more passes, which is not known yet.
-    Raises UserError if True cannot work.
+    `requested` is "auto", True or False. is_least: `forward_passes` is a lower bound. Raises UserError if True cannot
+    work.
     """
     if requested is False:
         return CompileChoice(False, "requested")
@@ -88,22 +88,22 @@ def _find_obstacle(device: torch.device, compiler: str) -> str | None:
 
 
 def explain_compiler_error(error: Exception) -> str | None:
-    """Return cause and fix of an error of torch's compiler; None for other errors."""
+    """Explain a torch.compile error and how to fix it; None for other errors."""
     if type(error).__name__ not in COMPILER_ERRORS and not find_broken_cache_file(error):
         return None
     cause = next((line for line in str(error).splitlines() if "raised:" not in line), type(error).__name__)
     cache = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or "its cache, torchinductor_<user> in the temporary folder"
     return (
-        f"torch.compile failed ({cause}); check that the disk is not full, remove {cache}, and start again, or train "
+        f"torch.compile failed ({cause}); check that the disk is not full, remove {cache}, and start again; or train "
         "without it by --torch_compile false"
     )
 
 
 def find_broken_cache_file(error: Exception) -> Path | None:
-    """Return the file of the compiler's cache that cannot be loaded, as a killed process or full disk leaves it."""
+    """Return the file in torch.compile's cache that cannot be loaded, as left by a killed process or a full disk."""
     reason = r"(?:file too short|invalid ELF header|cannot read file data)"
     found = re.search(rf"(/.+/c\w+(?:\.main)?\.so): {reason}", str(error))
-    types = (*COMPILER_ERRORS, "ImportError", "OSError")  # a backward pass raises the last two bare
+    types = (*COMPILER_ERRORS, "ImportError", "OSError")  # a backward pass raises the last two unwrapped
     return Path(found[1]) if found and type(error).__name__ in types else None
 
 
@@ -111,18 +111,18 @@ _removed: set[Path] = set()
 
 
 def remove_broken_cache(error: Exception) -> bool:
-    """Remove the cache file that caused `error`. Returns True the first time, when calling again may help."""
+    """Remove the corrupt cache file that caused `error`. Returns True (once) if calling again may help."""
     broken = find_broken_cache_file(error)
     if broken is None or broken in _removed:
         return False
     _removed.add(broken)
     broken.unlink(missing_ok=True)
-    logger.warning("removed a broken file of the compiler's cache, as a killed process leaves one: %s", broken)
+    logger.warning("removed a corrupt file from torch.compile's cache, probably left by a killed process: %s", broken)
     return True
 
 
 def run_compiled(call: Callable[[], T]) -> T:
-    """Call a compiled function, and again if its cached code was broken and could be removed."""
+    """Call a compiled function; call it again if its cached code was corrupt and could be removed."""
     while True:
         try:
             return call()

@@ -1,4 +1,4 @@
-"""SIGTERM, SIGINT and SIGHUP as a request to stop, so that the step in flight ends and is saved first."""
+"""Treat SIGTERM, SIGINT and SIGHUP as requests to stop, so that the current step finishes and is saved first."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from typing import Any
 from hfgpt.distributed.launcher import stop_with_launcher
 from hfgpt.errors import RunError
 
-# Ctrl-C reaches the launcher and its children; the launcher passes it on to them a moment later.
+# Ctrl-C reaches the launcher and its children; a moment later the launcher passes it on to them again.
 SAME_SIGNAL_SECONDS = 2.0
 
 
 class Interrupted(BaseException):
-    """A signal came inside `StopSignals.interruptible`. Not an `Exception`, which libraries catch and ignore."""
+    """A signal arrived inside `StopSignals.interruptible`. Not an `Exception`, as libraries may swallow those."""
 
 
 def stop_signals() -> list[signal.Signals]:
-    """Return the signals that ask a process to stop. SIGHUP, of a closed terminal, is one unless ignored (nohup)."""
+    """Return the signals that ask a process to stop, with SIGHUP (a closed terminal) unless ignored (nohup)."""
     numbers = [signal.SIGTERM, signal.SIGINT]
     if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
         numbers.append(signal.SIGHUP)
@@ -33,25 +33,25 @@ def stop_signals() -> list[signal.Signals]:
 
 @contextmanager
 def handling(handler: Callable[[int, FrameType | None], None], numbers: Iterable[signal.Signals]) -> Iterator[None]:
-    """Handle these signals with `handler` inside. Only the main thread can; elsewhere nothing changes."""
+    """Handle these signals with `handler` inside the context. Has no effect outside of the main thread."""
     is_main = threading.current_thread() is threading.main_thread()
     before: dict[signal.Signals, Any] = {n: signal.signal(n, handler) for n in numbers} if is_main else {}
     try:
         yield
     finally:
         for number, previous in before.items():
-            if signal.getsignal(number) == handler:  # code inside may have set another one
+            if signal.getsignal(number) == handler:  # code inside may have set another handler
                 signal.signal(number, previous)
 
 
 class StopSignals:
     """A context that stores the first signal in `received`. A second one ends the process at once.
 
-    It does so only if it comes more than SAME_SIGNAL_SECONDS after the first: before, it may be the same one again.
+    A second signal within SAME_SIGNAL_SECONDS of the first is ignored: it may be the same one, passed on again.
     """
 
     def __init__(self, except_for: Sequence[signal.Signals] = ()) -> None:
-        """except_for: signals that keep their handlers."""
+        """except_for: signals that keep their current handlers."""
         self.except_for = except_for
         self.received: signal.Signals | None = None
         self._received_at = 0.0
@@ -69,24 +69,24 @@ class StopSignals:
         self._stack.close()
 
     def to_error(self) -> RunError | None:
-        """Return the error that ends the run because of the signal received, if one was."""
+        """Return the error that ends the run if a signal was received, else None."""
         return RunError(self.received.name, 128 + self.received) if self.received else None
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
-        """Let work inside be abandoned: a signal raises `Interrupted` there."""
+        """Allow the work inside to be interrupted: a signal raises `Interrupted` there."""
         self._is_interruptible = True
         try:
             if self.received:
                 raise Interrupted
             yield
-            if self.received:  # and the code inside has caught what was raised
+            if self.received:  # the code inside has caught the exception
                 raise Interrupted
         finally:
             self._is_interruptible = False
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() != self._pid:  # a fork, which its own parent ends
+        if os.getpid() != self._pid:  # a forked process, which is ended by its own parent
             if number == signal.SIGTERM:
                 os._exit(128 + number)
         elif self.received is None:
@@ -100,9 +100,9 @@ class StopSignals:
 
 @contextmanager
 def exit_on_signal() -> Iterator[None]:
-    """End the process on a signal inside, with one line and its exit code, unless the signal has another handler.
+    """End the process on a signal inside, with one line and the signal's exit code, unless it has another handler.
 
-    For imports, which take seconds, before a recipe begins.
+    For the imports before a recipe begins, which take seconds.
     """
     pid = os.getpid()
 
