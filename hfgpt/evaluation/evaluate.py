@@ -28,12 +28,12 @@ from hfgpt.evaluation.text import read_text
 from hfgpt.model.attention_masks import document_attention
 from hfgpt.model.head_loss import HEAD_CHUNK_SIZE, UNSCORED
 
-LONGEST_DEFAULT = 1024  # tokens of a window if none is stated, for a model with more positions
-TIMEOUT_SECONDS = 1800.0  # for a process that does not answer
+LONGEST_DEFAULT = 1024  # default tokens per window, for a model with more positions
+TIMEOUT_SECONDS = 1800.0  # for an unresponsive process
 
 
 class SummedLoss(nn.Module):
-    """Gives a stock causal language model the loss of ours: summed over the targets, in float32."""
+    """Wraps a stock causal language model to give the same loss as ours: summed over the targets, in float32."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class SummedLoss(nn.Module):
     def forward(self, input_ids: Tensor, shift_labels: Tensor, **_: Any) -> SimpleNamespace:
         logits_BTV = self.model(input_ids=input_ids, use_cache=False).logits
         losses_BT = torch.empty(shift_labels.shape, device=logits_BTV.device)
-        # By row, because the float32 copies are large.
+        # Row by row, because the float32 copies are large.
         for losses_T, logits_TV, labels_T in zip(losses_BT, logits_BTV, shift_labels.long(), strict=True):
             losses_T.copy_(F.cross_entropy(logits_TV.float(), labels_T, ignore_index=UNSCORED, reduction="none"))
         return SimpleNamespace(loss=losses_BT.sum())
@@ -50,7 +50,7 @@ class SummedLoss(nn.Module):
 
 @dataclass(frozen=True)
 class Subject:
-    """The checkpoint that is evaluated, on each process; the model is in evaluation mode."""
+    """The checkpoint being evaluated, on each process; the model is in evaluation mode."""
 
     model: Any
     tokenizer: Any
@@ -62,8 +62,8 @@ class Subject:
 def evaluate_checkpoint(
     checkpoint: str, measure: Callable[[Subject], dict[str, Any]], mixed_precision: str = "no"
 ) -> dict[str, Any]:
-    """Return what `measure` finds on all processes that were launched, with checkpoint, time, device and precision."""
-    take_fsdp_request()  # an FSDP configuration is of no use here: each process holds the whole model
+    """Return the result of `measure` over all launched processes, with checkpoint, time, device and precision."""
+    take_fsdp_request()  # an FSDP configuration has no effect here: each process holds the whole model
     ranks = Ranks(TIMEOUT_SECONDS)
     with ranks.share_failures():
         ranks.rendezvous()
@@ -99,10 +99,11 @@ def score_text(
     """Return `loss` (nats per token), `perplexity` and `bits_per_byte` of a text, with counts and settings.
 
     source: arguments of `open_source`; documents are joined as `read_text` describes, and divided into windows as
-    `evaluation.loss.windows` does. `sequence_length`, and whether documents attend to each other, default to those of
-    training if the folder has them, else to the model's positions, up to 1,024, and attention across documents.
+    `evaluation.loss.windows` does. `sequence_length`, and whether documents attend to each other, default to the
+    training settings if the folder has them, else to the model's positions (at most 1,024) and attention across
+    documents.
 
-    Batch size, number of processes and `torch_compile` change the result by rounding only. Rows of the vocabulary
+    Batch size, number of processes and `torch_compile` change the result only by rounding. Rows of the vocabulary
     without a token take part in the softmax, as in other programs; `vocabulary` says how many there are.
     """
     model, ranks, accelerator = subject.model, subject.ranks, subject.accelerator
@@ -143,25 +144,25 @@ def score_text(
 def score_hellaswag(
     subject: Subject, *, source: str | None = None, limit: int | None = None, batch_size: int = 8
 ) -> dict[str, Any]:
-    """Return the accuracies of `hfgpt.evaluation.hellaswag.hellaswag`."""
+    """Return the result of `hfgpt.evaluation.hellaswag.hellaswag`."""
     processes: dict[str, Any] = {"accelerator": subject.accelerator, "ranks": subject.ranks}
     return hellaswag(subject.model, subject.tokenizer, source, batch_size=batch_size, limit=limit, **processes)
 
 
 def _training_settings(folder: Path) -> dict[str, Any]:
-    """Return the settings of the run that wrote a checkpoint; empty for a folder without a training state."""
+    """Return the settings of the run that wrote a checkpoint; empty for a folder without training state."""
     return read_state(folder, "trainer_state")["config"] if (folder / STATE).is_dir() else {}
 
 
 def _check_length(model: Any, trained: dict[str, Any], stated: int | None, stride: int | None) -> int:
-    """Return the length of a window. Raises UserError if it exceeds the model's positions, or the stride exceeds it."""
-    positions = getattr(model.config, "max_position_embeddings", None)  # None: the model does not say
+    """Return the window length. Raises UserError if it exceeds the model's positions, or if the stride exceeds it."""
+    positions = getattr(model.config, "max_position_embeddings", None)  # None: the model does not state it
     length = stated or trained.get("sequence_length") or min(positions or LONGEST_DEFAULT, LONGEST_DEFAULT)
     problems = []
     if positions and length > positions:
         problems.append(f"sequence_length={length}: is above the model's {positions} positions; shorten it")
     if stride and stride > length:
-        problems.append(f"stride={stride}: is above sequence_length={length}, and would skip tokens; shorten it")
+        problems.append(f"stride={stride}: is above sequence_length={length}, which would skip tokens; shorten it")
     if problems:
         raise UserError(*problems)
     return length

@@ -1,4 +1,4 @@
-"""Generate text: with a KV cache within the model's positions, and from the last tokens beyond them."""
+"""Generate text: with a KV cache up to the model's positions, and from the last tokens beyond them."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from hfgpt.model.modeling_gpt2 import CACHE_NAME
 
 logger = logging.getLogger(__name__)
 
-Pick = Callable[[Tensor], int]  # the next id, from logits (V,)
-Stream = Callable[[int, str], None]  # is called with the number of a sample and its next piece of text
+Pick = Callable[[Tensor], int]  # returns the next id, from logits (V,)
+Stream = Callable[[int, str], None]  # called with the number of a sample and its next piece of text
 LARGEST_BATCH, MOST = 2**16, 2**31
 GREEDY_BELOW = torch.finfo(torch.float32).tiny  # a lower temperature is 0 in float32
-HALF_CHARACTER = "\ufffd"  # what decoding gives for the first bytes of a character
+HALF_CHARACTER = "\ufffd"  # what an incomplete character decodes to
 
 
 def generate(
@@ -44,25 +44,25 @@ def generate(
     batch_size: int = 8,
     stream: Stream | None = None,
 ) -> Iterator[str]:
-    """Yield `num_samples` continuations of each prompt, prompt after prompt, without the prompt and the separator.
+    """Yield `num_samples` continuations of each prompt, prompt by prompt, without the prompt and the separator.
 
     A sample ends at the separator (end-of-text) or after `max_new_tokens`. Beyond the model's positions, each token is
-    predicted from the last `n_positions` ids. An empty prompt starts from the separator, with a character tokenizer
-    from a line end; other tokenizers without a separator need a prompt. Ids without a token are never picked.
+    predicted from the last `n_positions` ids. An empty prompt starts from the separator, or from a line end with a
+    character tokenizer; other tokenizers without a separator need a prompt. Ids without a token are never sampled.
 
-    temperature: 0 picks the likeliest token. top_k: 0 draws from all. seed: the same seed gives the same texts on one
-    machine. batch_size: samples in a forward pass, padded at the left; each has its own random numbers, so the others
-    change it by rounding only.
+    temperature: 0 picks the most likely token. top_k: 0 samples from all. seed: the same seed gives the same texts on
+    the same machine. batch_size: samples per forward pass, padded on the left; each has its own random numbers, so the
+    others change it only by rounding.
 
-    The model may be any causal language model of transformers. Raises UserError, at once, for impossible values and for
-    characters that a character tokenizer lacks.
+    The model may be any causal language model in transformers. Raises UserError, immediately, for impossible values and
+    for characters that a character tokenizer lacks.
     """
     _check_values(max_new_tokens, num_samples, batch_size, temperature, top_k, top_p, seed)
     limit, prompts = model.config.max_position_embeddings, [prompts] if isinstance(prompts, str) else prompts
     prompt_ids = [_encode_prompt(tokenizer, prompt) for prompt in prompts]
     for ids in prompt_ids:
         if len(ids) > limit:
-            logger.warning("the prompt has %d tokens, the model sees the last %d", len(ids), limit)
+            logger.warning("the prompt has %d tokens; the model sees only the last %d", len(ids), limit)
     used = tokenizer.get_vocab().values()
     unused = torch.tensor(sorted({*range(max(used) + 1)}.difference(used)), dtype=torch.long)
     byte_ids = {i for token, i in tokenizer.get_vocab().items() if BYTE_TOKEN.fullmatch(token)}
@@ -70,7 +70,7 @@ def generate(
     def make_sample(number: int) -> _Sample:
         prompt = number // num_samples
         pick = make_pick(max(used) + 1, unused, temperature, top_k, top_p, seed, number)
-        context = prompt_ids[prompt] if prompts[prompt] else []  # what an empty prompt starts from is not decoded
+        context = prompt_ids[prompt] if prompts[prompt] else []  # the start token of an empty prompt is not decoded
         return _Sample(number, tokenizer, prompt_ids[prompt][-limit:], context, pick, byte_ids, stream)
 
     def write() -> Iterator[str]:
@@ -108,7 +108,7 @@ def _check_values(
 
 
 class _Sample:
-    """One continuation while it is written. Its text is what decoding context and new ids adds to the context."""
+    """One continuation while it is generated. Its text is what decoding the new ids adds to the decoded context."""
 
     def __init__(
         self,
@@ -127,7 +127,7 @@ class _Sample:
 
     def add(self, token: int) -> None:
         self.ids.append(token)
-        if self.stream is None or token in self.byte_ids:  # the next byte may change the character
+        if self.stream is None or token in self.byte_ids:  # the next byte may complete the character
             return
         text = _added(self.before, self._decode())
         if not text.endswith(HALF_CHARACTER) and text.startswith(self.streamed):
@@ -145,7 +145,7 @@ class _Sample:
 
 
 def _added(before: str, text: str) -> str:
-    """Return the part of `text` after its beginning `before`, or after what the two have in common."""
+    """Return the part of `text` after the prefix that it shares with `before`."""
     if text.startswith(before):
         return text[len(before) :]
     pairs = itertools.zip_longest(before, text)
@@ -157,7 +157,9 @@ def _encode_prompt(tokenizer: Any, prompt: str) -> list[int]:
     if prompt == "" and tokenizer.eos_token_id is not None:
         return [tokenizer.eos_token_id]
     if prompt == "" and not (encoder and encoder.has_characters):
-        raise UserError("prompt: is empty, and the tokenizer has no end-of-text token (eos) to begin with; give a text")
+        raise UserError(
+            "prompt: is empty, and the tokenizer has no end-of-text token (eos) to start from; give a prompt"
+        )
     text = prompt or "\n"
     try:
         text.encode()
@@ -167,10 +169,10 @@ def _encode_prompt(tokenizer: Any, prompt: str) -> list[int]:
         raise UserError(f"prompt: the tokenizer has no {', '.join(map(repr, unknown))}; leave these characters out")
     try:
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    except Exception as error:  # the library's own type
+    except Exception as error:  # the library raises no specific type
         raise UserError(f"prompt {prompt!a}: cannot be encoded ({one_line(error)})") from error
     if not ids:
-        raise UserError(f"prompt {prompt!a}: the tokenizer makes no token of it; give another text")
+        raise UserError(f"prompt {prompt!a}: it has no tokens with this tokenizer; give another prompt")
     lost = encoder.losses(text, ids)[0] if encoder else {}
     if parts := [f"{count:,} {reason}" for reason, count in lost.items() if reason != "changed_documents"]:
         logger.warning("the tokenizer does not represent the whole prompt: %s", ", ".join(parts))
@@ -191,14 +193,14 @@ def make_pick(
     seed: int | None,
     number: int,
 ) -> Pick:
-    """Return a function that picks an id below `entries`, none of `unused`, with random numbers of sample `number`."""
+    """Return a function that samples an id below `entries`, except `unused`, with random numbers of sample `number`."""
 
     def of_tokens(logits_V: Tensor) -> Tensor:
         return logits_V[:entries].index_fill(0, unused.to(logits_V.device), -torch.inf)
 
     if temperature < GREEDY_BELOW:
         return lambda logits_V: int(of_tokens(logits_V).argmax())
-    # A generator on the CPU: the draws do not depend on the device, nor on torch's global random state.
+    # A generator on the CPU, so that the draws depend neither on the device nor on torch's global random state.
     generator = torch.Generator()
     generator.manual_seed(generator.seed() if seed is None else step_seed(seed, 0, number))
     warpers: list[Any] = [TemperatureLogitsWarper(float(temperature))]
@@ -209,12 +211,12 @@ def make_pick(
 
     def pick(logits_V: Tensor) -> int:
         scores_1V = of_tokens(logits_V)[None].float().cpu()
-        scores_1V = scores_1V - scores_1V.max()  # a low temperature then gives -inf, never inf
+        scores_1V = scores_1V - scores_1V.max()  # so that a low temperature gives -inf, never inf
         for warper in warpers:
             scores_1V = warper(None, scores_1V)
         probabilities_1V = scores_1V.softmax(-1)
         if not probabilities_1V.isfinite().all():
-            raise RunError("the model's logits are not finite, so no token can be drawn")
+            raise RunError("the model's logits are not finite, so no token can be sampled")
         return int(torch.multinomial(probabilities_1V, 1, generator=generator))
 
     return pick
@@ -224,16 +226,16 @@ def make_pick(
 def generate_ids(
     model: Any, prompts: list[list[int]], picks: list[Pick], max_new_tokens: int, limit: int, eos: int | None
 ) -> Iterator[tuple[int, int]]:
-    """Yield (row, next id) for rows of ids of any lengths, until each has ended by `eos` or `max_new_tokens`.
+    """Yield (row, next id) for rows of ids of any length, until each ends with `eos` or after `max_new_tokens`.
 
-    Rows of up to `limit` ids use a KV cache; beyond that, the model gets the last `limit` ids again for each token.
+    Rows of up to `limit` ids use a KV cache; beyond that, the model recomputes the last `limit` ids for each token.
     """
     rows, running = [list(ids) for ids in prompts], list(range(len(prompts)))
     cache, cached = DynamicCache(config=model.config), 0
     # Eager: a compiled model would be compiled again for each length.
     with evaluation_mode(model), torch.compiler.set_stance("force_eager"):
         for _ in range(max_new_tokens):
-            if (longest := max(map(len, rows))) <= limit:  # with ended rows, as the cache has them
+            if (longest := max(map(len, rows))) <= limit:  # including finished rows, which are in the cache
                 batch, columns, options = rows, slice(cached, None), {CACHE_NAME: cache, "use_cache": True}
                 place, cached = {row: row for row in running}, longest
             else:
@@ -251,7 +253,7 @@ def generate_ids(
 
 
 def _pad(rows: list[list[int]], columns: slice, device: torch.device) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the ids (B, T) of the `columns` new to the model, padded at the left, and the arguments that say so."""
+    """Return the last `columns` ids (B, T), padded on the left, and the model arguments that describe the padding."""
     longest = max(map(len, rows))
     pads = [longest - len(ids) for ids in rows]
     ids_BT = torch.tensor([[0] * pad + ids for pad, ids in zip(pads, rows, strict=True)], device=device)
@@ -263,9 +265,9 @@ def _pad(rows: list[list[int]], columns: slice, device: torch.device) -> tuple[T
 
 
 def read_prompts(path: Path) -> list[str]:
-    """Read a file of prompts: one in each line that is not empty; of a .jsonl file, the field `prompt` of each row.
+    """Read a file of prompts: one per non-empty line; from a .jsonl file, the field `prompt` of each row.
 
-    Raises UserError, which names the line, if one has no prompt.
+    Raises UserError, naming the line, if a row has no prompt.
     """
     if path.exists() and not path.is_file():
         raise UserError(f"prompt_file={path}: not a regular file; for a pipe use --prompt -")

@@ -1,8 +1,8 @@
-"""HellaSwag: which of four endings of a short scene a model finds likeliest.
+"""HellaSwag: which of four endings of a short scene a model finds most likely.
 
-Scored as in the scripts that train small GPT-2 models, so that results can be compared with theirs: the tokens of the
-context, then those of a space and the ending, with nothing before them; the loss is over the ending's tokens. Other
-programs rewrite the text first, and get other results.
+Scored as in the scripts that train small GPT-2 models, so that results are comparable: the tokens of the context, then
+those of a space and the ending, with nothing before them; the loss is over the ending's tokens. Other programs rewrite
+the text first, and get other results.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from hfgpt.messages.slow_progress import SlowWork
 
 HUB_DATASET, SPLIT = "Rowan/hellaswag", "validation"
 ENDINGS = 4
-PATIENCE_SECONDS = 120.0  # for a Hub that does not answer
+PATIENCE_SECONDS = 120.0  # for an unresponsive Hub
 
 
 class Example(NamedTuple):
@@ -64,18 +64,19 @@ def hellaswag(
     ranks: Ranks,
     limit: int | None = None,
 ) -> dict[str, Any]:
-    """Return the accuracy of a causal language model (ours, or any of transformers), the same on every process.
+    """Return the accuracy of a causal language model (ours, or any in transformers), the same on every process.
 
     source: a local jsonl or parquet file with `ctx`, `endings` and `label`, or a Hub dataset; default: the validation
-    split of the authors' dataset. batch_size: texts in one forward pass of a process. limit: only the first examples.
+    split of the authors' dataset. batch_size: texts in one forward pass of a process. limit: use only this many
+    examples.
 
     Keys: `accuracy_norm` (by nll per token) and `accuracy` (by nll), each with its standard error `..._stderr` (None
-    for one example); `examples`; `cropped`: texts, of four per example, that lost their beginning because they are
-    longer than the model's positions; `padded_rows`: rows of the model without an entry in the tokenizer, which take
-    part in the softmax, as in other programs; `dataset` (the name of a local file), `dataset_split` and
-    `dataset_revision`; `not_represented`: counts of what the tokenizer has no token for, if any; `seconds`.
+    for one example); `examples`; `cropped`: number of texts (four per example) that lost their beginning because they
+    exceed the model's positions; `padded_rows`: rows of the model without an entry in the tokenizer, which take part in
+    the softmax, as in other programs; `dataset` (the name of a local file), `dataset_split` and `dataset_revision`;
+    `not_represented`: counts of what the tokenizer has no token for, if any; `seconds`.
 
-    Raises UserError for a file that is not HellaSwag, with the row, and for a tokenizer that cannot encode it.
+    Raises UserError for a file that is not HellaSwag, naming the row, and for a tokenizer that cannot encode it.
     """
     began = time.perf_counter()
     for name, value in (("batch_size", batch_size), ("limit", limit)):
@@ -88,7 +89,7 @@ def hellaswag(
     texts = [_text(example.context, ending, positions) for example in examples for ending in example.endings]
     nll_E4 = np.array(_score_texts(model, texts, batch_size, accelerator)).reshape(-1, ENDINGS)
     if broken := [example.where for example, nll in zip(examples, nll_E4, strict=True) if not np.isfinite(nll).all()]:
-        raise RunError(f"{broken[0]}: the loss is not finite; the model's weights or precision are at fault")
+        raise RunError(f"{broken[0]}: the loss is not finite; check the model's weights and the precision")
     tokens_E4 = np.array([text.scored for text in texts]).reshape(-1, ENDINGS)
     labels_E = np.array([example.label for example in examples])
     return {
@@ -103,7 +104,7 @@ def hellaswag(
 
 
 def _read(source: str, limit: int | None, tokenizer: Any) -> tuple[list[Example], dict[str, Any]]:
-    """Read the examples; also return what is known of `dataset`, its split and revision, and `not_represented`."""
+    """Read the examples; also return `dataset`, its split and revision as far as known, and `not_represented`."""
     facts: dict[str, Any] = {"dataset": source}
     if (found := local_files(source)) is not None:
         files, facts["dataset"] = found[0], Path(source).expanduser().absolute().name
@@ -122,9 +123,9 @@ def _read(source: str, limit: int | None, tokenizer: Any) -> tuple[list[Example]
 
 
 def _check_row(where: str, row: Any) -> tuple[str, list[str], int]:
-    """Return context, endings and label of a row. Raises UserError, beginning with `where`, if they are not usable."""
+    """Return context, endings and label of a row. Raises UserError, starting with `where`, if they are not usable."""
     if not isinstance(row, dict):
-        raise UserError(f"{where}: not an object; give one with ctx, endings and label")
+        raise UserError(f"{where}: not a JSON object; give one with ctx, endings and label")
     if missing := [name for name in ("ctx", "endings", "label") if name not in row]:
         raise UserError(f"{where}: has no {', '.join(missing)}; its fields are {', '.join(map(str, row)) or 'none'}")
     context, endings, label = row["ctx"], row["endings"], row["label"]
@@ -139,7 +140,7 @@ def _check_row(where: str, row: Any) -> tuple[str, list[str], int]:
 
 
 def _is_text(value: Any) -> bool:
-    """Return whether a tokenizer can encode it: more than blanks, and valid Unicode."""
+    """Return whether a value is text that a tokenizer can encode: not blank, and valid Unicode."""
     try:
         return isinstance(value, str) and bool(value.strip()) and bool(value.encode())
     except UnicodeEncodeError:
@@ -152,7 +153,7 @@ def _shorten(value: Any) -> str:
 
 
 def _encode(encoder: Encoder, where: str, context: str, endings: list[str], label: int, lost: Counter[str]) -> Example:
-    """Return the token ids of a row; special tokens in its text stay text. What has no token is added to `lost`.
+    """Return the token ids of a row; special tokens in its text stay text. Counts what has no token in `lost`.
 
     Raises UserError for text that the tokenizer cannot encode.
     """
@@ -161,14 +162,14 @@ def _encode(encoder: Encoder, where: str, context: str, endings: list[str], labe
         raise UserError(f"{where}: the tokenizer has no {', '.join(map(repr, missing))}, so it cannot be scored")
     encoded = encoder.tokens(texts)
     if not all(encoded):
-        raise UserError(f"{where}: the tokenizer makes no token of one of its texts")
+        raise UserError(f"{where}: one of its texts has no tokens with this tokenizer")
     for text, ids in zip(texts, encoded, strict=True):
         lost.update(encoder.losses(text, ids)[0])
     return Example(encoded[0], encoded[1:], label, where)
 
 
 def _text(context: list[int], ending: list[int], positions: int | None) -> Text:
-    """Return the last `positions` tokens; the first of them is never scored, as it has no context."""
+    """Return the last `positions` tokens; the first of them is never scored, because it has no context."""
     whole = [*context, *ending]
     ids = whole[-positions:] if positions else whole
     return Text(ids, min(len(ending), len(ids) - 1), len(ids) < len(whole))
@@ -178,8 +179,8 @@ def _text(context: list[int], ending: list[int], positions: int | None) -> Text:
 def _score_texts(model: Any, texts: Sequence[Text], batch_size: int, accelerator: Accelerator) -> list[float]:
     """Return the nll in nats of each text's scored tokens. The processes share the work."""
     world = accelerator.num_processes
-    order = sorted(range(len(texts)), key=lambda number: len(texts[number].ids))  # little padding
-    order += [-1] * (-len(order) % world)  # dummies, so that every process makes the same number of forward passes
+    order = sorted(range(len(texts)), key=lambda number: len(texts[number].ids))  # sorted by length, for little padding
+    order += [-1] * (-len(order) % world)  # dummies, so that every process runs the same number of forward passes
     own = order[accelerator.process_index :: world]
     batches = [own[start : start + batch_size] for start in range(0, len(own), batch_size)]
     nll: list[tuple[int, float]] = []
@@ -194,9 +195,9 @@ def _score_texts(model: Any, texts: Sequence[Text], batch_size: int, accelerator
 
 
 def _batch_nll(model: Any, batch: Sequence[Text], accelerator: Accelerator) -> list[float]:
-    """Make one forward pass, padded at the right, where causal attention does not look.
+    """Run one forward pass, padded on the right, where causal attention cannot see.
 
-    The float32 copy of the logits (B, T, V) is made for one text's scored positions at a time.
+    The logits (B, T, V) are copied to float32 for one text's scored positions at a time.
     """
     ids_BT = pad_sequence([torch.tensor(text.ids) for text in batch], batch_first=True).to(accelerator.device)
     with accelerator.autocast():
@@ -210,6 +211,6 @@ def _batch_nll(model: Any, batch: Sequence[Text], accelerator: Accelerator) -> l
 
 
 def _accuracy(name: str, hits: np.ndarray) -> dict[str, float | None]:
-    """Return the share of hits, and its standard error from their sample variance, sqrt(p (1 - p) / (n - 1))."""
+    """Return the fraction of hits, and its standard error from the sample variance, sqrt(p (1 - p) / (n - 1))."""
     share, count = int(hits.sum()) / len(hits), len(hits)
     return {name: share, f"{name}_stderr": math.sqrt(share * (1 - share) / (count - 1)) if count > 1 else None}

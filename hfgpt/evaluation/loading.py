@@ -31,20 +31,20 @@ def load_checkpoint(folder: str | Path, device: torch.device | None = None) -> t
     model, tokenizer = load_model(folder, where), _load_tokenizer(folder, where)
     count_padded_rows(model, tokenizer, where)
     if unused := sorted({*range(model.config.vocab_size)}.difference(tokenizer.get_vocab().values())):
-        model.generation_config.suppress_tokens = unused  # for the model's own `generate`; ours never picks these
+        model.generation_config.suppress_tokens = unused  # for the model's own `generate`; ours never samples these
     return model.to(device or default_device()).eval(), tokenizer
 
 
 def load_any_checkpoint(checkpoint: str, device: torch.device) -> tuple[Any, Any, Path]:
-    """Load the model (float32, evaluation mode), tokenizer and folder of a folder, or of a name on the Hub.
+    """Load the model (float32, evaluation mode) and tokenizer of a folder or Hub id; also return the folder.
 
-    Takes any causal language model of transformers that needs no code of its own. Raises UserError for anything else.
+    Supports any causal language model in transformers that needs no custom code. Raises UserError for anything else.
     """
     where, folder = f"checkpoint {checkpoint}", model_files(checkpoint, "checkpoint ")
     try:
         model_type = json.loads(read_text_file(folder / "config.json"))["model_type"]
     except (OSError, ValueError, KeyError, TypeError):
-        model_type = "gpt2"  # load_checkpoint explains what is wrong
+        model_type = "gpt2"  # load_checkpoint reports what is wrong
     if model_type == "gpt2":
         return *load_checkpoint(folder, device), folder
     options = {"local_files_only": True, "trust_remote_code": False, "use_safetensors": True}
@@ -60,7 +60,7 @@ def load_any_checkpoint(checkpoint: str, device: torch.device) -> tuple[Any, Any
 
 
 def count_padded_rows(model: Any, tokenizer: Any, where: str) -> int:
-    """Return how many rows the model has beyond the tokenizer's entries. Raises UserError if it has fewer."""
+    """Return how many more rows the model has than the tokenizer entries. Raises UserError if it has fewer."""
     rows, entries = len(model.get_input_embeddings().weight), model_rows(tokenizer)
     if entries > rows:
         sizes = f"the tokenizer has {entries:,} entries and the model {rows:,} rows"

@@ -1,4 +1,4 @@
-"""Loss, perplexity and bits per byte of runs of tokens, each token scored once."""
+"""Compute loss, perplexity and bits per byte over runs of tokens, scoring each token once."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from hfgpt.model.head_loss import UNSCORED
 
 
 def windows(lengths: Sequence[int], sequence_length: int, stride: int | None = None) -> np.ndarray:
-    """Divide runs of tokens that follow each other into windows, int64 (windows, 3): begin, first scored, end.
+    """Divide consecutive runs of tokens into windows, int64 (windows, 3): begin, first scored, end.
 
     A window reads tokens[begin:end], at most `sequence_length` of them and never beyond its run, and scores the token
-    after each from `first scored` on. The next window begins `stride` tokens (default: `sequence_length`) later, and
-    scores what the one before did not:
+    after each position from `first scored` on. The next window begins `stride` tokens (default: `sequence_length`)
+    later, and scores what the previous one did not:
 
         a run of 10 tokens, sequence_length 4, stride 2        scores
         0 1 2 3                                                1 2 3 4
@@ -34,8 +34,8 @@ def windows(lengths: Sequence[int], sequence_length: int, stride: int | None = N
                 4 5 6 7                                        7 8
                     6 7 8                                      9
 
-    So each token of a run but its first is scored once, after at least `sequence_length` - `stride` others if there are
-    that many.
+    So each token of a run except the first is scored once, after at least `sequence_length` - `stride` other tokens if
+    there are that many.
     """
     stride = stride or sequence_length
     found, start = [np.zeros((0, 3), np.int64)], 0
@@ -52,7 +52,7 @@ def windows(lengths: Sequence[int], sequence_length: int, stride: int | None = N
 def scored_blocks(tokens: np.ndarray, parts: np.ndarray, sequence_length: int) -> tuple[np.ndarray, np.ndarray]:
     """Return inputs and shifted targets, both (windows, sequence_length) int32, of `windows` over `tokens` (N,).
 
-    Targets that a window does not score are -100. A row is filled up with token 0.
+    Targets that a window does not score are -100. Rows are padded with token 0.
     """
     begin, first, end = (column[:, None] for column in parts.T)
     places = begin + np.arange(sequence_length)
@@ -76,17 +76,17 @@ def sum_nll(
 ) -> float | None:
     """Return the negative log-likelihood in nats that `windows` over `tokens` (N,) score, summed over all processes.
 
-    model: takes `input_ids, shift_labels, num_items_in_batch, use_cache` as ours does.
-    attention: makes further arguments of the model for token ids (B, T).
-    stop: asked before each batch, and ends the evaluation with None; it must agree on all processes.
+    model: accepts `input_ids, shift_labels, num_items_in_batch, use_cache` as ours does.
+    attention: returns further model arguments for token ids (B, T).
+    stop: called before each batch; if true, the evaluation returns None. It must agree on all processes.
     """
     world, device = accelerator.num_processes, accelerator.device
     batch_size = max(1, min(batch_size, -(-len(parts) // world)))
-    # All batches have one shape, so nothing is compiled twice; the windows of the padding score nothing.
+    # All batches have the same shape, so nothing is compiled twice; padding windows score nothing.
     padding = np.zeros((-len(parts) % (batch_size * world), 3), np.int64)
     own_parts = np.concatenate([parts, padding])[accelerator.process_index :: world]
     one = torch.ones((), device=device)
-    # Made at once: small tensors that live on between large freed ones would keep their memory from being reused.
+    # Allocated at once: small tensors that outlive large ones around them would fragment the memory.
     sums = torch.zeros(len(own_parts) // batch_size, device=device)
     starts = range(0, len(own_parts), batch_size)
     with evaluation_mode(model), SlowWork("evaluation", "batches", len(starts)) as work:
@@ -99,13 +99,13 @@ def sum_nll(
             forward = partial(model, input_ids=ids_BT, shift_labels=labels_BT, **options)
             with accelerator.autocast():
                 sums[number] = run_compiled(forward).loss
-    # In float64, on the CPU because not every device has it.
+    # In float64, on the CPU because not every device supports it.
     return sum(gather_object([sums.cpu().double().sum().item()]))
 
 
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Put `model` into evaluation mode inside, and back into its present mode afterwards."""
+    """Put `model` into evaluation mode inside the context, and restore its mode afterwards."""
     was_training = model.training
     model.eval()
     try:
@@ -117,10 +117,10 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
 def evaluate_tokens(
     model: nn.Module, tokens: np.ndarray, *, sequence_length: int, scored_bytes: int | None = None, **options: Any
 ) -> dict[str, Any] | None:
-    """Evaluate `model` on one run of `tokens` (N,), in windows side by side; further options as of `sum_nll`.
+    """Evaluate `model` on one run of `tokens` (N,), in non-overlapping windows; further options as for `sum_nll`.
 
-    Returns `eval_loss` (nats per token), `eval_bits_per_byte` (None if `scored_bytes`, of all tokens but the first, is
-    unknown), `eval_tokens` and `eval_seconds`; None if `stop` ended the evaluation.
+    Returns `eval_loss` (nats per token), `eval_bits_per_byte` (None if `scored_bytes`, of all tokens except the first,
+    is unknown), `eval_tokens` and `eval_seconds`; or None if `stop` ended the evaluation.
     """
     began = time.perf_counter()
     parts = windows([len(tokens)], sequence_length)
@@ -139,7 +139,7 @@ def evaluate_tokens(
 def loss_metrics(nll_sum: float, tokens: int, scored_bytes: int | None = None) -> dict[str, float | None]:
     """Return `loss` (nats per token), `perplexity` and `bits_per_byte` of `tokens` targets with `nll_sum` nats.
 
-    scored_bytes: UTF-8 bytes of these targets' text; without them (None, 0) `bits_per_byte` is None.
+    scored_bytes: UTF-8 bytes of the targets' text; if None or 0, `bits_per_byte` is None.
 
     Raises UserError if there are no tokens.
     """
@@ -151,7 +151,7 @@ def loss_metrics(nll_sum: float, tokens: int, scored_bytes: int | None = None) -
 
 
 def perplexity(loss: float) -> float:
-    """Return exp(`loss`), or infinity if a float cannot hold it."""
+    """Return exp(`loss`), or infinity if that overflows."""
     try:
         return math.exp(loss)
     except OverflowError:

@@ -1,4 +1,4 @@
-"""Evaluations of a checkpoint after it was written: records in the folder of its run, for its model card."""
+"""Record later evaluations of a checkpoint in its run folder, and read them for the model card."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hfgpt.errors import UserError
 from hfgpt.files import read_text_file
 
 WEIGHTS = "model.safetensors"
-# Keys of each task's record that a model card needs.
+# Keys in the record of each task that a model card needs.
 TASKS = {
     "text": ("dataset", "loss", "scored_tokens"),
     "hellaswag": ("dataset", "accuracy_norm", "accuracy", "examples"),
@@ -24,8 +24,8 @@ TASKS = {
 def record_evaluation(folder: str | Path, task: str, found: Mapping[str, Any]) -> Path:
     """Add a line to evaluations.jsonl in the run folder of a checkpoint, and return that file.
 
-    task: "text" or "hellaswag". found: what its evaluation returned. The record has the hash of the weights, so that it
-    is never used for another checkpoint of the same name.
+    task: "text" or "hellaswag". found: the result of its evaluation. The record contains the hash of the weights, so
+    that it is never used for another checkpoint with the same name.
 
     Raises UserError if `check_recordable` does, or if the file cannot be written.
     """
@@ -36,22 +36,22 @@ def record_evaluation(folder: str | Path, task: str, found: Mapping[str, Any]) -
 
 
 def check_recordable(folder: str | Path) -> dict[str, Any]:
-    """Return the name, step and hash of the weights of a checkpoint, to record with an evaluation.
+    """Return a checkpoint's name, step, and hash of the weights, to record with an evaluation.
 
-    Raises UserError for a folder that is not a checkpoint of a run, and for weights that have changed.
+    Raises UserError for a folder that is not a run's checkpoint, and for weights that have changed.
     """
     where, folder = f"checkpoint {folder}", Path(folder).resolve()
     if (identity := _identify(folder)) is None:
         raise UserError(
-            f"{where}: not a checkpoint in the folder of its run, where the record belongs; leave out --record"
+            f"{where}: not a checkpoint inside a run folder, where results are recorded; leave out --record"
         )
     if file_facts(folder / WEIGHTS)["xxh3_128"] != identity["weights"]:
-        raise UserError(f"{where}: {WEIGHTS} is not what {MANIFEST} says; use another checkpoint")
+        raise UserError(f"{where}: {WEIGHTS} does not match {MANIFEST}; use another checkpoint")
     return identity
 
 
 def read_evaluations(folder: str | Path) -> list[dict[str, Any]]:
-    """Return the records of a checkpoint's weights, oldest first; of each task and dataset only the newest."""
+    """Return the records for a checkpoint's weights, oldest first; only the newest for each task and dataset."""
     folder = Path(folder).resolve()
     if (identity := _identify(folder)) is None:
         return []
@@ -66,7 +66,7 @@ def read_evaluations(folder: str | Path) -> list[dict[str, Any]]:
 
 
 def _identify(folder: Path) -> dict[str, Any] | None:
-    """Return name, step and hash of the weights of a checkpoint in the folder of its run; None for any other."""
+    """Return name, step and hash of the weights of a checkpoint inside a run folder; None for any other folder."""
     try:
         weights = str(json.loads(read_text_file(folder / MANIFEST))["files"][WEIGHTS]["xxh3_128"])
     except (OSError, ValueError, KeyError, TypeError):

@@ -1,4 +1,4 @@
-"""The text of an evaluation: documents as tokens, and which of these are scored."""
+"""The text of an evaluation: documents as tokens, and which of the tokens are scored."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hfgpt.messages.slow_progress import SlowWork
 class Text:
     """Documents as int32 `tokens`, in runs of `lengths`. `scored_bytes`: UTF-8 bytes that are scored (None: unknown).
 
-    `facts`: what the report of an evaluation says of the text.
+    `facts`: what an evaluation reports about the text.
     """
 
     tokens: np.ndarray
@@ -31,12 +31,12 @@ class Text:
 def read_text(
     tokenizer: Any, source: dict[str, Any], eval_tokens: int | None, by_document: bool | None, as_trained: bool = False
 ) -> Text:
-    """Read the documents of `open_source(**source)`, with the start token before each, up to `eval_tokens` to score.
+    """Read the documents of `open_source(**source)`, each after a start token, until `eval_tokens` can be scored.
 
-    The start token is the tokenizer's bos, else its eos. Where the two are one, as in GPT-2, documents follow each
-    other as in training, and a start token is scored where another document precedes it. Otherwise, or with
-    `by_document`, each document is a run of its own. The first token of a run is never scored: without a start token,
-    that is the first of the text.
+    The start token is the tokenizer's bos, else its eos. If both are the same token, as in GPT-2, documents follow each
+    other as in training, and a start token is scored if another document precedes it. Otherwise, or with
+    `by_document`, each document is a separate run. The first token of a run is never scored: it is the start token, or
+    without one the first token of the text.
 
     as_trained: for a checkpoint of a run, whose documents followed each other, after eos, whatever the bos.
     """
@@ -46,7 +46,7 @@ def read_text(
     start = encoder.separator_id = bos if has_own_start else eos
     is_apart = (has_own_start and bos != eos) if by_document is None else by_document
     if is_apart or start is not None:
-        encoder.newline_id = None  # no line end joins the documents
+        encoder.newline_id = None  # documents are not joined by a line end
     with SlowWork("reading and tokenizing", "documents") as work:
         texts = work.count(read_documents(opened, opened.units, skipped))
         documents, count, lost = _encode(encoder, texts, is_apart, eval_tokens)
@@ -77,14 +77,14 @@ def read_text(
 def _encode(
     encoder: Encoder, texts: Iterable[str], is_apart: bool, eval_tokens: int | None
 ) -> tuple[list[Document], int, Counter[str]]:
-    """Encode documents with `eval_tokens` to score; also return how many were read, and what is not represented."""
+    """Encode documents with `eval_tokens` to score; also return how many were read, and what the tokenizer loses."""
     documents: list[Document] = []
     targets, count, lost = 0, 0, Counter[str]()
     for text in texts:
         [document] = encoder.documents([text])
         lost, count = lost + document.lost, count + 1
         if not len(document.ids):
-            continue  # the tokenizer represents nothing of it
+            continue  # the tokenizer drops all of it
         documents.append(document)
         targets += len(document.ids) - is_apart
         if eval_tokens is not None and targets - document.joints - (not is_apart) >= eval_tokens:

@@ -1,4 +1,4 @@
-"""`hfgpt plan --measure`: speed and memory of each micro-batch on this machine, for one size of the step."""
+"""`hfgpt plan --measure`: speed and memory of each micro-batch size on this machine, for a fixed step size."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from hfgpt.training.step import TrainStep
 
 @dataclass(frozen=True)
 class Measured:
-    """What was measured for one split of the step: seconds, tokens per second, MFU (None without a peak), peak bytes.
+    """Measurements of one split of the step: seconds, tokens per second, MFU (None without a peak), peak bytes.
 
     All are None if the split did not fit in memory.
     """
@@ -45,7 +45,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Measurement:
-    """All splits that were measured, as printed lines, as a JSON object, and as a plot."""
+    """All measured splits, which can be printed as lines, a JSON object, or a plot."""
 
     rows: list[Measured]
     peak: Peak
@@ -53,7 +53,7 @@ class Measurement:
 
     def lines(self) -> list[str]:
         best = max(self.rows, key=lambda row: row.tokens_per_second or 0)
-        lines = [f"{best.batch.tokens_per_step:,} tokens per step on {self.device}; medians of whole steps"]
+        lines = [f"{best.batch.tokens_per_step:,} tokens per step on {self.device}; medians over whole steps"]
         if self.peak.tflops:
             lines.append(f"MFU is against {self.peak.tflops:.4g} TFLOP/s ({self.peak.source})")
         lines.append("micro-batch x accumulation     s/step   tokens/s     MFU      memory  speed")
@@ -76,7 +76,7 @@ class Measurement:
 
     def plot(self, path: Path) -> None:
         """Draw tokens per second and memory by micro-batch, as a PNG. Raises UserError if it cannot be written."""
-        from matplotlib.figure import Figure  # takes a second
+        from matplotlib.figure import Figure  # takes a second to import
 
         fitting = [row for row in self.rows if row.tokens_per_second]
         labels = [row.label for row in fitting]
@@ -96,7 +96,7 @@ class Measurement:
 
 
 class Vocabulary:
-    """As much of a tokenizer as a new model needs."""
+    """The part of a tokenizer that a new model needs."""
 
     bos_token_id = eos_token_id = pad_token_id = 0
 
@@ -108,16 +108,16 @@ class Vocabulary:
 
 
 def measure_splits(*, vocab_size: int = GPT2_VOCABULARY, **settings: Any) -> Measurement:
-    """Call `measure` for settings of PretrainConfig by name. Raises UserError with all problems."""
+    """Call `measure` with settings given by name. Raises UserError with all problems."""
     defaults = {"per_device_train_batch_size": "auto", "max_steps": 1, **default_length(settings)}
     rows, peak = measure(PretrainConfig.from_layers(defaults, settings), vocab_size)
     return Measurement(rows, peak, device_name(default_device()))
 
 
 def measure(config: PretrainConfig, vocab_size: int, steps: int = 3) -> tuple[list[Measured], Peak]:
-    """Train whole steps on random tokens: with micro-batches of 1, 2, 4, ... sequences, until one does not fit.
+    """Train whole steps on random tokens, with micro-batches of 1, 2, 4, ... sequences, until one does not fit.
 
-    Returns medians of `steps` steps, and the peak that MFU is against. Raises UserError with several processes.
+    Returns medians over `steps` steps, and the peak rate for MFU. Raises UserError with several processes.
     """
     ranks = Ranks(config.ddp_timeout)
     if ranks.world_size > 1:
@@ -159,7 +159,7 @@ def measure(config: PretrainConfig, vocab_size: int, steps: int = 3) -> tuple[li
 
 
 def choose_doubling(batch: Batch) -> list[Batch]:
-    """Return splits of a step whose micro-batches rise from one sequence, each at least twice the one before."""
+    """Return splits of a step with micro-batches from one sequence up, each at least twice the previous one."""
     chosen: list[Batch] = []
     for split in batch.splits():
         if not chosen or split.micro_batch >= 2 * chosen[-1].micro_batch:

@@ -1,4 +1,4 @@
-"""`hfgpt plan`: the micro-batch that fits a device, and how long a run takes there, without the device."""
+"""`hfgpt plan`: estimate which micro-batch fits a device, and how long a run takes there, without the device."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hfgpt.settings.batch import Batch
 from hfgpt.settings.field_types import NOT_CONVERTIBLE, convert
 from hfgpt.training.plan import setting_of
 
-# What a process takes besides tensors: a CUDA context is some 0.3 to 0.5 GiB, and an allocator leaves gaps.
+# What a process needs besides tensors: a CUDA context is 0.3 to 0.5 GiB, and the allocator leaves gaps.
 OUTSIDE_BYTES = 2**29
 GAPS = 0.1
 LARGEST_MICRO_BATCH = 2**16
@@ -37,7 +37,7 @@ class Split:
 
     @property
     def needed_bytes(self) -> int:
-        """What the device must have: tensors, gaps between them, and what is not a tensor."""
+        """Bytes that the device must have: for tensors, gaps between them, and everything else."""
         return round(self.memory.peak * (1 + GAPS)) + OUTSIDE_BYTES
 
     @property
@@ -51,7 +51,7 @@ class Split:
 
 @dataclass(frozen=True)
 class Forecast:
-    """`lines` is what is printed, `to_dict` the JSON object. `splits` are smallest first."""
+    """A forecast: `lines` is printed, `to_dict` is the JSON object. `splits` are smallest first."""
 
     config: PretrainConfig
     model: GPT2Config
@@ -70,7 +70,7 @@ class Forecast:
 
     @property
     def batch(self) -> Batch:
-        """The smallest split; tokens and processes are those of all."""
+        """The smallest split; tokens and processes are the same for all splits."""
         return self.splits[0].batch
 
     @property
@@ -118,7 +118,7 @@ class Forecast:
             ),
             ("compile", f"{'on' if device.compile.enabled else 'off'} ({device.compile.reason})"),
             ("step", ("" if self.chosen else "no micro-batch fits; smallest: ") + split.batch.describe()),
-            ("memory", f"{tensors:.2f} GiB, and {outside:.2f} besides tensors{recomputed}{sharded}"),
+            ("memory", f"{tensors:.2f} GiB, plus {outside:.2f} besides tensors{recomputed}{sharded}"),
             ("", parts),
             ("splits", "micro-batch x accumulation        GiB"),
             *(("", self._describe(split)) for split in self.splits[-8:]),
@@ -189,16 +189,16 @@ def forecast(
     watts: float | None = None,
     **settings: Any,
 ) -> Forecast:
-    """Forecast what a run with these `settings` of PretrainConfig takes. Raises UserError with all problems."""
+    """Forecast a run with these `settings` of PretrainConfig. Raises UserError with all problems."""
     problems: list[str] = []
-    config = PretrainConfig(max_steps=1)  # for the device, if the settings have problems of their own
+    config = PretrainConfig(max_steps=1)  # for finding the device if the settings have problems, too
     model, target = None, None
     try:
-        # With a micro-batch of 1 any step of whole sequences is possible; the largest one that fits is found below.
+        # With a micro-batch of 1, any step of whole sequences is possible; the largest that fits is found below.
         defaults = {"per_device_train_batch_size": 1, "max_tokens": 10_000_000_000}
         config = PretrainConfig.from_layers(defaults | default_length(settings), settings)
         stated = model_fields(config.model).get("vocab_size", GPT2_VOCABULARY)
-        model = model_config(config.model, vocab_size=vocab_size or stated)  # refuses two different sizes
+        model = model_config(config.model, vocab_size=vocab_size or stated)  # raises if two sizes disagree
         config.batch(processes)
     except UserError as error:
         problems += error.problems
@@ -212,7 +212,7 @@ def forecast(
     if fsdp and processes == 1:
         problems.append("fsdp: needs several processes; set --processes, or leave it out")
     if fsdp and target and target.precision.name == "fp16":
-        problems.append("fsdp: does not go with the loss scaling of fp16; leave it out")
+        problems.append("fsdp: does not work with fp16 (loss scaling); leave it out")
     if problems or model is None or target is None or not gib:
         raise UserError(*problems)
     splits = _find_splits(config, processes, fsdp, model, target, gib)
@@ -220,7 +220,7 @@ def forecast(
 
 
 def default_length(settings: dict[str, Any]) -> dict[str, int]:
-    """Return `sequence_length` as long as the model's positions; empty if the model cannot be read."""
+    """Return a `sequence_length` of all of the model's positions; empty if the model cannot be read."""
     with suppress(*NOT_CONVERTIBLE):
         model = convert(settings.get("model", "gpt2-125m"), str | dict[str, Any])
         return {"sequence_length": model_fields(model).get("n_positions", 1024)}
@@ -230,7 +230,7 @@ def default_length(settings: dict[str, Any]) -> dict[str, int]:
 def _find_splits(
     config: PretrainConfig, processes: int, fsdp: bool, model: GPT2Config, device: Device, gib: float
 ) -> list[Split]:
-    """Return the micro-batches that divide the step, smallest first, up to three that are too large."""
+    """Return the micro-batches that divide the step, smallest first, including up to three that are too large."""
     whole = config.batch(processes)
     blocks = whole.micro_batch * whole.accumulation
     splits: list[Split] = []

@@ -1,4 +1,4 @@
-"""Modules for the `evaluate` library, each a folder that `evaluate.load` takes by its path, without a network."""
+"""Modules for the `evaluate` library: folders that `evaluate.load` loads by path, without a network."""
 
 from pathlib import Path
 

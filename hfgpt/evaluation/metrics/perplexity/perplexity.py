@@ -30,10 +30,10 @@ Args:
     scored_bytes: UTF-8 bytes of the text of the scored tokens, over all rows; for `bits_per_byte`.
 
 Returns:
-    loss: nats per token. perplexity: exp(loss), infinite where a float cannot hold it. tokens: the number scored.
+    loss: nats per token. perplexity: exp(loss), infinity if it overflows. tokens: the number scored.
     bits_per_byte: None without `scored_bytes`.
 
-Raises UserError, a ValueError, for rows of different shape, for nothing to score, and for negative or NaN predictions.
+Raises UserError, a ValueError, for mismatched rows, if there is nothing to score, and for negative or NaN predictions.
 """
 
 
@@ -45,7 +45,9 @@ def token_nll(logits: Any, labels: torch.Tensor) -> torch.Tensor:
     """
     logits_BTV = logits[0] if isinstance(logits, tuple) else logits  # a model may return more than logits
     nll_BT = torch.full(labels.shape, float(UNSCORED), device=labels.device)
-    for nll_T, logits_TV, labels_T in zip(nll_BT, logits_BTV, labels, strict=True):  # by row, as float32 takes memory
+    for nll_T, logits_TV, labels_T in zip(
+        nll_BT, logits_BTV, labels, strict=True
+    ):  # row by row, to limit the memory for float32
         target_T = labels_T[1:]
         is_scored_T = target_T != UNSCORED
         nll = F.cross_entropy(logits_TV[:-1].float(), target_T.long(), reduction="none", ignore_index=UNSCORED)
@@ -82,7 +84,7 @@ class Perplexity(evaluate.Metric):
             nll_sum += float(scored.sum())
             tokens += len(scored)
         if not tokens:
-            raise UserError(f"no token is scored: of {len(references)} rows each label or prediction is {UNSCORED}")
+            raise UserError(f"no token is scored: in {len(references)} rows every label or prediction is {UNSCORED}")
         return {**loss_metrics(nll_sum, tokens, scored_bytes), "tokens": tokens}
 
 
@@ -92,9 +94,9 @@ def _scored(row: int, nll_T: np.ndarray, labels_T: np.ndarray) -> np.ndarray:
         raise UserError(f"row {row}: {len(nll_T)} predictions and {len(labels_T)} references; give one for each token")
     scored = nll_T[(labels_T != UNSCORED) & (nll_T != UNSCORED)]
     if np.isnan(scored).any():
-        raise UserError(f"row {row}: a prediction is nan; look for the step at which the model's weights became so")
+        raise UserError(f"row {row}: a prediction is NaN; find the step at which the model's weights became NaN")
     # Rounding can leave a likelihood slightly above 1.
     if len(scored) and scored.min() < -1e-3:
-        problem = f"row {row}: a prediction is {scored.min():g}, and no negative log-likelihood is below 0"
+        problem = f"row {row}: a prediction is {scored.min():g}, but a negative log-likelihood is never below 0"
         raise UserError(f"{problem}; give -log p of each label, as token_nll does, not log p or logits")
     return scored
