@@ -1,4 +1,4 @@
-"""Check from a run's ledger what it was trained on: make the stream again, without training."""
+"""Check what a run was trained on: reproduce its text stream, without training, and compare with its ledger."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LEAKED = "of the validation text were trained on"
 
 
 def audit(folder: str | Path) -> dict[str, Any]:
-    """Return facts about the text of a run, and `problems`: what is repeated, skipped, leaked or not as recorded.
+    """Return facts about the text of a run, and `problems`: what was repeated, skipped, leaked or not as recorded.
 
     Raises UserError for a folder without a run, and if its text can no longer be read.
     """
@@ -34,21 +34,21 @@ def audit(folder: str | Path) -> dict[str, Any]:
     facts, ledger = _read_run(run)
     steps, problems = [line["step"] for line in ledger], []
     if (last := _last_step(run)) > len(steps):
-        problems.append(f"the ledger ends at step {len(steps)}, the run was at step {last}")
+        problems.append(f"the ledger ends at step {len(steps)}, but the run reached step {last}")
     if steps != list(range(1, len(steps) + 1)):
-        problems.append(f"the ledger's {len(steps)} steps are not 1 to {len(steps)}, each once")
+        problems.append(f"the ledger's {len(steps)} lines are not steps 1 to {len(steps)}, each once")
     plan, config = facts["plan"], PretrainConfig.of_run(facts["config"])
     blocks_per_step = plan["micro_batch"] * plan["accumulation"] * plan["processes"]
     newest = next(iter(run.checkpoints()), None)
     data = prepare_data_of_run(config, blocks_per_step, facts["config"], facts["data"], newest)
     for key, then in facts["data"].items():
         if (now := data.train.fingerprint.get(key)) != then:
-            problems.append(f"the text is no longer that of the run: {key} was {then!r} and is {now!r}")
+            problems.append(f"the text has changed since the run: {key} was {then!r} and is {now!r}")
     seen = _SeenDocuments(data.train) if isinstance(data.train, DocumentStream) else None
     same = 0
     for line, batch in zip(ledger, iterate(data.train, None), strict=False):
         if batch_hash(batch.blocks) != line["batch_hash"] or batch.position != line["position"]:
-            problems.append(f"step {line['step']} was not trained on the text that follows in the stream")
+            problems.append(f"step {line['step']} was not trained on the next text in the stream")
             break
         same += 1
         if seen:
@@ -62,7 +62,7 @@ def audit(folder: str | Path) -> dict[str, Any]:
         "steps": len(steps),
         "steps_as_recorded": same,
         "tokens": same * plan["tokens_per_step"],
-        # A text in memory is one run of tokens without separate documents, so its hash says everything.
+        # A text in memory is one run of tokens without separate documents, so its hash is enough.
         "documents": seen.count if seen else None,
         "epochs_completed": seen.epochs_completed if seen else None,
         "validation_documents": data.validation_documents if seen else None,
@@ -73,12 +73,12 @@ def audit(folder: str | Path) -> dict[str, Any]:
 
 
 def _read_run(run: RunFolder) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Return run.json and the lines of the ledger. Raises UserError if they are not as a run writes them."""
+    """Return run.json and the lines of the ledger. Raises UserError if they are missing or malformed."""
     facts, where = {}, "run.json"
     try:
         facts = json.loads(read_text_file(run.run_json))
         where = "ledger.jsonl"
-        # Without its line end, the last line is incomplete: the run may be writing it, or have died while it did.
+        # Without a line end, the last line is incomplete: the run may be writing it, or have died while writing.
         lines = [line for line in read_text_file(run.ledger).splitlines(keepends=True) if line.endswith("\n")]
         ledger = []
         for number, line in enumerate(lines, start=1):
@@ -113,7 +113,7 @@ def _last_step(run: RunFolder) -> int:
 
 
 class _SeenDocuments:
-    """Keeps track of the documents that the steps of a document stream used."""
+    """Tracks the documents used by the steps of a document stream."""
 
     def __init__(self, stream: DocumentStream) -> None:
         self._source = stream.source
@@ -127,7 +127,7 @@ class _SeenDocuments:
 
     @property
     def epochs_completed(self) -> int:
-        """Epochs that every logical stream has finished."""
+        """Number of epochs that every logical stream has finished."""
         return min((epoch for epoch, *_ in self._last), default=0)
 
     def add(self, batch: StepBatch) -> None:
@@ -139,7 +139,7 @@ class _SeenDocuments:
         self.skipped.update(batch.skipped)
 
     def check(self) -> dict[str, Counter[str]]:
-        """Count what is wrong with the documents, by kind and by unit and epoch. Reads all units again."""
+        """Count problems with the documents, by kind, unit and epoch. Reads all units again."""
         source = self._source
         everything = dataclasses.replace(source, exclude=frozenset())
         repeated, missing, leaked = Counter[str](), Counter[str](), Counter[str]()
@@ -157,7 +157,7 @@ class _SeenDocuments:
                 if epoch < self.epochs_completed:
                     missing[where] += len(usable.difference(seen))
         return {
-            "came more than once in an epoch": repeated,
-            "never came in an epoch that is over": missing,
+            "appeared more than once in an epoch": repeated,
+            "never appeared in a finished epoch": missing,
             LEAKED: leaked,
         }

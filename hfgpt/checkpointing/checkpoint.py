@@ -1,7 +1,7 @@
-"""Checkpoints: folders that are both a Hub model folder and the point to resume from.
+"""Checkpoints: folders that are both a Hub model folder and a point to resume from.
 
 A folder is written under a temporary name, its manifest last, synced to disk and renamed, so that a folder called
-`checkpoint-N` is always complete. It holds safetensors and JSON only.
+`checkpoint-N` is always complete. It contains only safetensors and JSON.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ REQUIRED = (
 
 
 def write_checkpoint(run: RunFolder, step: int, write: Callable[[Path], None], keep: int | None) -> Path:
-    """Let `write` fill a folder, make it `checkpoint-<step>`, the newest of the run, and delete all but `keep`.
+    """Let `write` fill a folder, make it `checkpoint-<step>`, the run's newest, and delete all but `keep` checkpoints.
 
-    Raises OSError, and leaves the run's other checkpoints as they were, if the folder cannot be written.
+    Raises OSError, leaving the run's other checkpoints unchanged, if the folder cannot be written.
     """
     final = run.checkpoint(step)
 
@@ -45,7 +45,7 @@ def write_checkpoint(run: RunFolder, step: int, write: Callable[[Path], None], k
             _sync(path)  # the records must reach the disk before the checkpoint
 
     temporary = _write_temporary(final, fill)
-    if final.exists():  # a damaged one: the run would have resumed from a complete one
+    if final.exists():  # a damaged one, since the run would have resumed from a complete one
         _remove(final)
     os.rename(temporary, final)
     if link(run, LATEST, final):
@@ -54,20 +54,20 @@ def write_checkpoint(run: RunFolder, step: int, write: Callable[[Path], None], k
 
 
 def write_folder(final: Path, write: Callable[[Path], None]) -> None:
-    """Let `write` fill a folder outside of any run, add a manifest, and give it its name.
+    """Let `write` fill a folder outside of any run, add a manifest, and rename it to `final`.
 
-    Raises UserError if there is a file or folder of that name, or it cannot be written.
+    Raises UserError if a file or folder of that name exists, or if it cannot be written.
     """
     refuse_existing(final)
     try:
         os.rename(_write_temporary(final.absolute(), write), final)
         _sync(final.absolute().parent)
     except OSError as error:
-        raise UserError(f"{final}: {error.strerror or error}; choose a folder that can be written") from error
+        raise UserError(f"{final}: {error.strerror or error}; choose a writable folder") from error
 
 
 def refuse_existing(folder: Path) -> None:
-    """Raise UserError if there is a file, folder or link of that name."""
+    """Raise UserError if a file, folder or link of that name exists."""
     if os.path.lexists(folder):
         raise UserError(f"{folder}: already exists, and nothing is overwritten; choose a new folder")
 
@@ -81,7 +81,7 @@ def _write_temporary(final: Path, write: Callable[[Path], None]) -> Path:
         write(temporary)
         files = sorted(path for path in temporary.rglob("*") if path.is_file())
         for path in files:
-            path.chmod(temporary.stat().st_mode & 0o666)  # safetensors makes files that only their owner can read
+            path.chmod(temporary.stat().st_mode & 0o666)  # safetensors creates files that only their owner can read
             _sync(path)
         facts = {path.relative_to(temporary).as_posix(): file_facts(path) for path in files}
         write_json(temporary / MANIFEST, {"files": facts})
@@ -110,9 +110,9 @@ def link(run: RunFolder, name: str, folder: Path) -> bool:
 
 
 def rewind_run(run: RunFolder, checkpoint: Path | None, step: int, keep: int | None) -> None:
-    """Set the run folder back to `step`, from which the run resumes with `checkpoint` (None: it starts at step 1).
+    """Reset the run folder to `step`, where the run resumes with `checkpoint` (None: it starts at step 1).
 
-    Also makes the link or does the rotation that a killed process left undone.
+    Also completes a link or rotation that a killed process left undone.
     """
     own = [folder for folder in run.checkpoints() if checkpoint and folder.samefile(checkpoint)]
     if checkpoint and not own:
@@ -126,7 +126,7 @@ def rewind_run(run: RunFolder, checkpoint: Path | None, step: int, keep: int | N
 def rotate(run: RunFolder, newest: Path, keep: int | None) -> None:
     """Delete all but `keep` (None: all) checkpoints of the run that wrote `newest`, and link the best of the rest.
 
-    `newest` is kept, then the one with the lowest evaluation loss, then the newest others.
+    Keeps `newest`, then the one with the lowest evaluation loss, then the newest of the others.
     """
     run_id = read_state(newest, "trainer_state")["run_id"]
     losses = {}
@@ -139,7 +139,9 @@ def rotate(run: RunFolder, newest: Path, keep: int | None) -> None:
             is_evaluated = state["evaluation"] and state["evaluation_step"] == state["step"]
             losses[folder] = state["evaluation"]["eval_loss"] if is_evaluated else math.inf
     best = min(losses, key=lambda folder: losses[folder])
-    ranked = sorted(losses, key=lambda folder: (folder != newest, folder != best))  # stable: the others newest first
+    ranked = sorted(
+        losses, key=lambda folder: (folder != newest, folder != best)
+    )  # stable sort: the others stay newest first
     best = min(ranked[:keep], key=lambda folder: losses[folder])
     if losses[best] < math.inf:
         link(run, BEST, best)
@@ -148,7 +150,7 @@ def rotate(run: RunFolder, newest: Path, keep: int | None) -> None:
 
 
 def _remove(folder: Path) -> None:
-    """Delete a folder under another name, so that a partly deleted one is not taken for a checkpoint."""
+    """Rename a folder, then delete it, so that a partly deleted one is not taken for a checkpoint."""
     if folder.exists() and not folder.is_symlink():
         renamed = folder.with_name(f".{folder.name.strip('.')}.removed")
         remove(renamed)
@@ -157,25 +159,32 @@ def _remove(folder: Path) -> None:
 
 
 def find_damage(folder: Path, required: Sequence[str] = REQUIRED) -> str | None:
-    """Return what is wrong with a checkpoint folder; None if it matches its manifest and has the `required` files."""
+    """Return what is wrong with a checkpoint folder; None if it matches its manifest and has all `required` files."""
     try:
         files = json.loads(read_text_file(folder / MANIFEST))["files"]
         for name in required:
             if name not in files:
-                return f"{MANIFEST} does not name {name}"
+                return f"{MANIFEST} does not list {name}"
         for name, facts in files.items():
             path = folder / name
             if not path.resolve().is_relative_to(folder.resolve()):
-                return f"{MANIFEST} names a file outside of the folder: {name}"
+                return f"{MANIFEST} lists a file outside of the folder: {name}"
             if not path.is_file():
                 return f"{name} is missing"
             if path.stat().st_size != facts["size"]:
                 return f"{name} has {path.stat().st_size} bytes instead of {facts['size']}"
             if file_facts(path) != facts:
-                return f"{name} is damaged (its hash differs from the one in {MANIFEST})"
+                return f"{name} is damaged (its hash does not match {MANIFEST})"
     except FileNotFoundError:
         return f"{MANIFEST} is missing: the checkpoint is incomplete"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:  # circular links too
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        RuntimeError,
+    ) as error:  # also raised for circular links
         return f"{MANIFEST} is unreadable: {error}"
     return None
 
@@ -202,8 +211,8 @@ def find_checkpoint(run: RunFolder, wanted: str) -> Path | None:
         if (folder / "run.json").exists():
             damage = "it is a run folder, not a checkpoint"
         elif (folder / "config.json").exists() and not (folder / STATE).exists():
-            damage = "it contains only a model, from which --init_from starts a run"
-        raise UserError(f"resume_from_checkpoint={wanted}: {damage}; name another one, or use latest")
+            damage = "it contains only a model; to start a run from its weights, use --init_from"
+        raise UserError(f"resume_from_checkpoint={wanted}: {damage}; choose another checkpoint, or use latest")
     if run.holds_run() and folder.resolve().parent != run.path.resolve():
         raise UserError(
             f"output_dir={run.path} already holds a run other than that of resume_from_checkpoint={wanted}; "
@@ -213,22 +222,22 @@ def find_checkpoint(run: RunFolder, wanted: str) -> Path | None:
 
 
 def _find_latest(run: RunFolder) -> Path | None:
-    """Return the newest checkpoint of the run that can be used, or None. Warns of each newer one."""
+    """Return the run's newest usable checkpoint, or None. Warns about each newer one that is not."""
     for folder in run.checkpoints():
         if (problem := find_damage(folder) or _find_mismatch(folder, run.run_id())) is None:
             return folder
-        logger.warning("%s is skipped (%s); trying the checkpoint before it", folder, problem)
+        logger.warning("%s is skipped (%s); trying the previous checkpoint", folder, problem)
     if run.checkpoints():
         raise UserError(
             f"resume_from_checkpoint=latest: no complete checkpoint in {run.path}; start again in another output_dir"
         )
     if run.holds_run():
-        logger.warning("the run in %s has no checkpoint yet: it starts at step 1 again", run.path)
+        logger.warning("the run in %s has no checkpoint yet; it starts again at step 1", run.path)
     return None
 
 
 def _find_mismatch(folder: Path, run_id: str | None) -> str | None:
-    """Return why a complete folder is not one of the run's checkpoints, or None."""
+    """Return why a complete checkpoint folder does not belong to the run, or None."""
     try:
         state = read_state(folder, "trainer_state")
     except UserError as error:
@@ -239,7 +248,7 @@ def _find_mismatch(folder: Path, run_id: str | None) -> str | None:
 
 
 def file_facts(path: Path) -> dict[str, Any]:
-    """Return the size of a file in bytes and its hash, as a manifest states them."""
+    """Return the size in bytes and the hash of a file, as in a manifest."""
     digest = xxhash.xxh3_128()
     with open(path, "rb") as file:
         while chunk := file.read(1 << 24):

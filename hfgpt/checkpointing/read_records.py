@@ -1,4 +1,4 @@
-"""Records of a run: one JSON object in each line of metrics.jsonl and evaluations.jsonl."""
+"""Read records of a run: one JSON object per line of metrics.jsonl, ledger.jsonl and evaluations.jsonl."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 
 
 def is_count(value: Any) -> bool:
-    """Return whether a value from a file is a number of steps, tokens or the like."""
+    """Return whether a value from a file is a valid count (of steps, tokens or the like)."""
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
 
 
 def parse_record(line: bytes) -> dict[str, Any] | None:
-    """Return the record in a line of a .jsonl file; None for a broken line, or one without a step."""
+    """Parse a line of a .jsonl file; None for a broken line, or one without a step."""
     with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
         record = json.loads(line)
         return record if is_count(record["step"]) else None
@@ -24,10 +24,10 @@ def parse_record(line: bytes) -> dict[str, Any] | None:
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """Return the records of a .jsonl file, without broken lines; none if there is no file."""
+    """Return the records of a .jsonl file, without broken lines; empty if there is no file."""
     lines = path.read_bytes().splitlines() if path.is_file() else []
-    whole, rest = lines[:-1], lines[-1:]  # the last may be incomplete: the run may be writing it
-    with contextlib.suppress(ValueError, RecursionError):  # all at once takes a third of the time
+    whole, rest = lines[:-1], lines[-1:]  # the last line may be incomplete while the run writes it
+    with contextlib.suppress(ValueError, RecursionError):  # parsing all at once takes a third of the time
         records = json.loads(b"[%s]" % b",".join(whole))
         if len(records) == len(whole):
             found = [record for record in records if isinstance(record, dict) and is_count(record.get("step"))]
@@ -36,7 +36,7 @@ def read_records(path: Path) -> list[dict[str, Any]]:
 
 
 def with_time(values: dict[str, Any]) -> dict[str, Any]:
-    """Return a record with the time; NaN and infinity, which JSON does not have, become null."""
+    """Return a record with the current time; NaN and infinity, which JSON lacks, become null."""
     values = {k: v.item() if getattr(v, "ndim", None) == 0 else v for k, v in values.items()}  # callbacks log tensors
     values = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
     return {**values, "time": time.time()}

@@ -1,4 +1,4 @@
-"""The JSON in a checkpoint's `training_state`: how it is read and checked, and which settings have changed since."""
+"""Read and check the JSON files in a checkpoint's `training_state`, and find settings that have changed since."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _wrong_keys(value: dict[str, Any], form: dict[str, Check]) -> list[str]:
     return [key for key, check in form.items() if key not in value or not check(value[key])]
 
 
-# What each file must hold; a manifest only shows that it is the file that was written.
+# What each file must contain; the manifest only proves that it is the file that was written.
 FORMS: dict[str, dict[str, Check]] = {
     "trainer_state": {
         "run_id": lambda value: isinstance(value, str),
@@ -64,12 +64,12 @@ def read_state(folder: Path, name: str) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         wrong = [f"{type(error).__name__}: {error}"]
     if wrong:
-        raise UserError(f"{path} is not as this version writes it ({', '.join(wrong)}); use another checkpoint")
+        raise UserError(f"{path} is not valid for this version ({', '.join(wrong)}); use another checkpoint")
     return state
 
 
 def changed_settings(then: dict[str, Any], now: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the settings that changed since a checkpoint; settings that only say what is written where are ignored."""
+    """Return the settings that have changed since a checkpoint, ignoring those that only say what is written where."""
     places = ("output_dir", "run_name", "resume_from_checkpoint", "push_to_hub", "report")
     changed = [key for key in now if then.get(key) != now[key] and key not in places and not key.startswith("hub_")]
     return {key: {"from": then.get(key), "to": now[key]} for key in changed}

@@ -3,12 +3,12 @@
     output_dir/
       run.json              written at start: config, model, plan, versions, device, data fingerprint, run_id
       metrics.jsonl         a line per training, evaluation and event record
-      ledger.jsonl          a line per step: which text went into it
+      ledger.jsonl          a line per step: which text it was trained on
       evaluations.jsonl     later evaluations of its checkpoints
-      report.html           its curves and values as a page, for readers only
+      report.html           its curves and values as a page; never read back
       traceback.txt         of a crash; traceback-process-1.txt of another process
       .lock                 held by the process that trains here
-      checkpoint-1000/      a Hub model folder that is also the point to resume from
+      checkpoint-1000/      a Hub model folder, and also a point to resume from
         config.json  generation_config.json  model.safetensors  tokenizer.json  tokenizer_config.json  README.md
         training_state/     optimizer.safetensors  trainer_state.json  data_state.json
         manifest.json       size and hash of each file; written last
@@ -58,7 +58,7 @@ def write_json(path: Path, content: Any) -> None:
 def _replace(path: Path, content: bytes) -> None:
     """Write `content` under a temporary name, sync it, and rename it to `path`."""
     temporary = path.with_name(f".{path.name}.tmp")
-    temporary.unlink(missing_ok=True)  # it might be a link to somewhere else
+    temporary.unlink(missing_ok=True)  # it might be a link that leads elsewhere
     try:
         with open(temporary, "xb") as file:
             file.write(content)
@@ -71,7 +71,7 @@ def _replace(path: Path, content: bytes) -> None:
 
 
 def remove(path: Path) -> None:
-    """Delete a file, a link (not its target), or a folder with its content; errors are ignored."""
+    """Delete a file, a link (not its target), or a folder with its content, ignoring errors."""
     with contextlib.suppress(OSError):
         shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
@@ -79,7 +79,7 @@ def remove(path: Path) -> None:
 class RunFolder:
     """`output_dir`: run.json, metrics.jsonl, ledger.jsonl, evaluations.jsonl and the checkpoints of one run.
 
-    Only the main process writes; on the others (`writes=False`) every record is dropped.
+    Only the main process writes; on other processes (`writes=False`) records are dropped.
     """
 
     def __init__(self, path: str | Path, writes: bool = True) -> None:
@@ -113,7 +113,7 @@ class RunFolder:
         return {}
 
     def run_id(self) -> str | None:
-        """Return the id that is also in each of the run's checkpoints; None without a run.json."""
+        """Return the run's id, which is also in each of its checkpoints; None without a run.json."""
         return self.facts().get("run_id")
 
     def records(self) -> list[dict[str, Any]]:
@@ -134,23 +134,23 @@ class RunFolder:
         return found[-1] if found else {}
 
     def check_writable(self) -> None:
-        """Raise UserError if the folder cannot be created or written; creates nothing."""
+        """Raise UserError if the folder cannot be created or written to; creates nothing."""
         place = self.path.absolute()
         longest = place / ".checkpoint-999999999.tmp" / "training_state" / "optimizer.safetensors"
         try:
             with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-                os.lstat(longest)  # raises OSError if the name is too long
+                os.lstat(longest)  # OSError if the name is too long
         except OSError as error:
             raise self._not_writable(error.strerror) from None
         existing = next(path for path in (place, *place.parents) if os.path.lexists(path))
         if not (existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)):
-            raise self._not_writable(f"{existing} is not a folder, or cannot be written")
+            raise self._not_writable(f"{existing} is not a folder, or not writable")
 
     def _not_writable(self, problem: str | None) -> UserError:
-        return UserError(f"output_dir={self.path}: {problem}; choose a folder that can be written")
+        return UserError(f"output_dir={self.path}: {problem}; choose a writable folder")
 
     def check_free(self) -> None:
-        """Raise UserError if another process trains in the folder; writes nothing."""
+        """Raise UserError if another process is training in the folder; writes nothing."""
         if fcntl is not None and (self.path / LOCK).exists():
             self._hold(fcntl.LOCK_SH)
             self.close()
@@ -163,7 +163,7 @@ class RunFolder:
             except OSError as error:
                 raise self._not_writable(error.strerror) from None
             self._hold(fcntl.LOCK_EX)
-            with contextlib.suppress(OSError):  # on a full disk the message of a second run names no process
+            with contextlib.suppress(OSError):  # on a full disk, a second run's message cannot name this process
                 os.ftruncate(self._lock.fileno(), 0)
                 os.write(self._lock.fileno(), f"process {os.getpid()} on {socket.gethostname()}".encode())
 
@@ -178,7 +178,10 @@ class RunFolder:
         try:
             self._lock = os.fdopen(os.open(self.path / LOCK, flags, 0o666), "ab+", buffering=0)
         except OSError as error:
-            raise UserError(f"output_dir={self.path}: {LOCK} cannot be written ({error.strerror}); remove it") from None
+            raise UserError(
+                f"output_dir={self.path}: {LOCK} cannot be written ({error.strerror}); check its permissions, or "
+                "delete it if no run is using this folder"
+            ) from None
         try:
             fcntl.flock(self._lock, kind | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -214,22 +217,22 @@ class RunFolder:
         self._append(self.metrics, with_time(values))
 
     def record_text(self, **values: Any) -> None:
-        """Add a line to ledger.jsonl: which text went into a step."""
+        """Add a line to ledger.jsonl: which text a step was trained on."""
         self._append(self.ledger, values)
 
     def record_evaluation(self, **values: Any) -> None:
-        """Add a line to evaluations.jsonl, also while the run trains. Raises UserError if it cannot be written."""
+        """Add a line to evaluations.jsonl, even while the run is training. Raises UserError if it cannot be written."""
         line = (json.dumps(with_time(values), ensure_ascii=False) + "\n").encode()
         try:
             with open(self.evaluations, "ab+", buffering=0) as file:
                 if file.tell():
                     file.seek(-1, os.SEEK_END)
-                    line = line if file.read(1) == b"\n" else b"\n" + line  # the last write was interrupted
-                file.write(line)  # one write, at the end of the file wherever it was read
+                    line = line if file.read(1) == b"\n" else b"\n" + line  # the previous write was interrupted
+                file.write(line)  # a single write, which appends wherever the file was read
         except OSError as error:
             raise UserError(
-                f"{self.evaluations}: cannot be written ({error.strerror}), so nothing was recorded; fix that and "
-                "evaluate again"
+                f"{self.evaluations}: cannot be written ({error.strerror}), so nothing was recorded; make it "
+                "writable and evaluate again"
             ) from None
 
     def write_report(self, page: str) -> None:
@@ -238,9 +241,9 @@ class RunFolder:
             _replace(self.report, page.encode(errors="replace"))
 
     def rewind(self, step: int) -> None:
-        """Drop incomplete lines, and the records of later steps, which the resumed run writes again.
+        """Drop incomplete lines and the records of later steps, which the resumed run writes again.
 
-        Later checkpoints are renamed, so that none of them counts as the newest. Unfinished ones are deleted.
+        Later checkpoints are renamed, so that none of them is taken for the newest. Unfinished ones are deleted.
         """
         if not self.writes:
             return
@@ -258,17 +261,17 @@ class RunFolder:
             _replace(path, b"".join(kept))
 
     def copy_records(self, other: Path) -> None:
-        """Start with the records of the run in `other`, which continues here."""
+        """Copy the records of the run in `other`, which continues here."""
         for path in (self.metrics, self.ledger):
             if (source := other / path.name).is_file() and not path.exists():
                 _replace(path, source.read_bytes())
 
     def abandon(self, folder: Path) -> Path:
-        """Rename a folder, so that it no longer counts as a checkpoint, and return its new name."""
+        """Rename a folder so that it no longer counts as a checkpoint, and return its new name."""
         return folder.rename(folder.with_name(f"abandoned-{time.time_ns()}-{folder.name}"))
 
     def _append(self, path: Path, values: dict[str, Any]) -> None:
-        """Add a line; if the disk is full, keep it for the next call, as training need not stop for that."""
+        """Append a line; if the disk is full, keep it for the next call, because training need not stop for that."""
         if not self.writes:
             return
         lines = self._unwritten[path]

@@ -12,13 +12,13 @@ from hfgpt.errors import RunError
 
 
 class Saver:
-    """Writes one checkpoint at a time in a thread: `start` begins one, `collect` returns how it ended."""
+    """Writes one checkpoint at a time in a thread: `start` begins one, `collect` returns its outcome."""
 
     def __init__(self, run: RunFolder, keep: int | None, max_failures: int, saved_step: int | None = None) -> None:
         """saved_step: step of the newest checkpoint, if there is one."""
         self.run, self.keep, self.max_failures, self.saved_step = run, keep, max_failures, saved_step
         self.failures = 0  # in a row
-        self.is_postponed = False  # a checkpoint is due, but the last loss was not finite
+        self.is_postponed = False  # a checkpoint is due, but the latest loss was not finite
         self._thread: threading.Thread | None = None
         self._outcome: Path | Exception | None = None
 
@@ -26,12 +26,12 @@ class Saver:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Wait for the checkpoint that is being written, however the run ends."""
+        """Finish the checkpoint that is being written, however the run ends."""
         if self._thread is not None:
             self._thread.join()
 
     def start(self, step: int, write: Callable[[Path], None], rotate: bool = True) -> None:
-        """Begin to write a checkpoint; the one before must have been collected."""
+        """Start writing a checkpoint; the previous one must have been collected."""
 
         def work() -> None:
             try:
@@ -44,9 +44,9 @@ class Saver:
         self._thread.start()
 
     def collect(self, wait: bool = False) -> Path | Exception | None:
-        """Return, once, the folder of the last checkpoint, or the exception that ended it.
+        """Return, once, the folder of the last checkpoint, or the exception that made it fail.
 
-        None if there is none, or it is still being written and `wait` is false. Raises RunError once `max_failures`
+        None if there is none, or if it is still being written and `wait` is false. Raises RunError once `max_failures`
         checkpoints in a row have failed.
         """
         if self._thread is None or (self._thread.is_alive() and not wait):

@@ -1,4 +1,4 @@
-"""Model and optimizer in a checkpoint: copied from all processes, written by one, and loaded into all."""
+"""Save and load model and optimizer: copied from all processes, written by one, and loaded into all."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ Tensors = dict[str, torch.Tensor]
 def snapshot(model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> dict[str, Tensors]:
     """Copy `weights`, by parameter name, and `optimizer` state, as `<state>.<parameter name>`, to the CPU.
 
-    To be called on all processes; the main process gets the tensors.
+    Call on all processes; the main process gets the tensors.
     """
     if isinstance(model, FSDPModule):
-        model.reshard()  # evaluation leaves parameters gathered; the optimizer knows the sharded ones
+        model.reshard()  # evaluation leaves parameters gathered, but the optimizer has the sharded ones
     whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
     state: Any = get_optimizer_state_dict(model, optimizer, options=whole).get("state", {})
     weights: Any = get_model_state_dict(model, options=whole)
     if model.config.tie_word_embeddings:
         weights.pop("lm_head.weight", None)  # the embedding's
-    # Copied, as a state dict on the CPU shares its memory with the model that training changes.
+    # Copied, because a state dict on the CPU shares memory with the model, which training changes.
     copies = {"weights": weights, "optimizer": _flat(state)}
     return {
         part: {name: torch.empty_like(value, device="cpu").copy_(value) for name, value in tensors.items()}
@@ -54,7 +54,7 @@ def snapshot(model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> dict[s
 
 
 def _flat(state: dict[str, Tensors]) -> Tensors:
-    """Return the optimizer state by `<state>.<parameter name>`, such as `exp_avg.transformer.wte.weight`."""
+    """Flatten the optimizer state: keys are `<state>.<parameter name>`, such as `exp_avg.transformer.wte.weight`."""
     return {f"{key}.{name}": value for name, values in state.items() for key, value in values.items()}
 
 
@@ -67,7 +67,7 @@ def write_files(
     card: str,
     folder: Path,
 ) -> None:
-    """Write all files of a checkpoint but its manifest. Takes a `snapshot`, as training continues meanwhile."""
+    """Write all files of a checkpoint except its manifest, from a `snapshot`, because training continues meanwhile."""
     model.save_pretrained(folder, state_dict=tensors["weights"])
     save_tokenizer(tokenizer, folder)
     (folder / "README.md").write_text(card, encoding="utf-8")
@@ -81,12 +81,12 @@ def load_model_and_optimizer(
 ) -> None:
     """Load weights and optimizer state of a checkpoint in place, on all processes.
 
-    Only the main process reads the files. Raises UserError for a checkpoint of another optimizer.
+    Only the main process reads the files. Raises UserError if the checkpoint is from another optimizer.
     """
     state: Any = get_optimizer_state_dict(model, optimizer)
-    read: dict[str, Any] = {"weights": {}, "optimizer": {}}  # stays empty on the other processes
+    read: dict[str, Any] = {"weights": {}, "optimizer": {}}  # remains empty on the other processes
     ranks.from_main(lambda: read.update(_read_tensors(folder, model, state["state"])))
-    if read["optimizer"]:  # a new dictionary: the one that was returned is the optimizer's own
+    if read["optimizer"]:  # a new dictionary, because the returned one belongs to the optimizer
         read["optimizer"] = {**state, "state": read["optimizer"]}
     options = full_state_options(ranks.world_size)
     set_model_state_dict(model, read["weights"], options=options)
@@ -94,7 +94,7 @@ def load_model_and_optimizer(
 
 
 def check_model(folder: Path, model: GPT2Config) -> None:
-    """Raise UserError if the checkpoint `folder` is one of another model."""
+    """Raise UserError if the checkpoint `folder` contains another model."""
     where = f"resume_from_checkpoint={folder}"
     try:
         saved = json.loads(read_text_file(folder / "config.json"))
@@ -104,13 +104,13 @@ def check_model(folder: Path, model: GPT2Config) -> None:
     if changed := [key for key in ARCHITECTURE_FIELDS if saved.get(key) != ours[key]]:
         values = (f"model.{key}: {saved.get(key)} there, {ours[key]} here" for key in changed)
         raise UserError(
-            f"{where}: another model; {'; '.join(values)}; restore these values, or start a new run in another "
+            f"{where}: a different model; {'; '.join(values)}; restore these values, or start a new run in another "
             f"output_dir, with the model and weights of the checkpoint by --init_from {folder}"
         )
 
 
 def _read_tensors(folder: Path, model: PreTrainedModel, state: dict[str, Tensors]) -> dict[str, Any]:
-    """Read a checkpoint of the same model: `weights` by parameter name, `optimizer` in the form of `state`."""
+    """Read a checkpoint of the same model: `weights` by parameter name, `optimizer` with the structure of `state`."""
     where = f"resume_from_checkpoint={folder}"
     try:
         weights = to_parameter_names(load_file(folder / "model.safetensors"))
@@ -128,6 +128,6 @@ def _read_tensors(folder: Path, model: PreTrainedModel, state: dict[str, Tensors
 
 
 def _find_differing(there: Mapping[str, torch.Tensor], here: Mapping[str, torch.Tensor]) -> list[str]:
-    """Return the first three names that only one side has, or whose shape or type differs."""
+    """Return the first three names that exist on one side only, or whose shape or type differs."""
     forms = [{name: (value.shape, value.dtype) for name, value in side.items()} for side in (here, there)]
     return [name for name in {**here, **there} if forms[0].get(name) != forms[1].get(name)][:3]

@@ -1,4 +1,4 @@
-"""`hfgpt import` turns external checkpoints into model folders; `hfgpt export` turns ours into plain ones."""
+"""`hfgpt import` converts nanoGPT checkpoints to model folders; `hfgpt export` converts ours to plain model folders."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from hfgpt.model.pretrained import fit_vocabulary, load_model
 
 
 def import_nanogpt(checkpoint: Path, folder: Path, tokenizer_name: str | None, text: Path | None) -> list[str]:
-    """Write `folder` from a nanoGPT checkpoint; returns lines that report what was done.
+    """Convert a nanoGPT checkpoint to `folder`; returns lines that report what was done.
 
-    `tokenizer_name`: as for `load_tokenizer`, "char" with the `text` it was made from; None writes the model alone.
+    `tokenizer_name`: as for `load_tokenizer`, or "char" with the `text` that it came from; None writes only the model.
     Raises UserError for a file that is not nanoGPT's or would run code, and for a tokenizer that does not fit.
     """
     where = f"checkpoint {checkpoint}"
@@ -47,7 +47,7 @@ def import_nanogpt(checkpoint: Path, folder: Path, tokenizer_name: str | None, t
 def export(checkpoint: Path, folder: Path, dtype: str = "float32", untie_head: bool = False) -> list[str]:
     """Write a checkpoint as a plain GPT-2 model without training state; returns lines that report what was done.
 
-    `untie_head` stores the head's matrix too, for readers that look for one. Raises UserError for a damaged
+    `untie_head` also stores the head's matrix, for programs that expect one. Raises UserError for a damaged
     checkpoint, and for values outside the range of `dtype`.
     """
     where = f"checkpoint {checkpoint}"
@@ -62,7 +62,9 @@ def export(checkpoint: Path, folder: Path, dtype: str = "float32", untie_head: b
     limit = torch.finfo(target).max
     for name, parameter in model.named_parameters():
         if (largest := float(parameter.detach().abs().max())) > limit:
-            raise UserError(f"dtype={dtype}: {name} holds {largest:g}, above its {limit:g}; use bfloat16 or float32")
+            raise UserError(
+                f"dtype={dtype}: {name} contains {largest:g}, above the limit of {limit:g}; use bfloat16 or float32"
+            )
     if untie_head and model.config.tie_word_embeddings:
         model.config.tie_word_embeddings = False
         model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
@@ -82,20 +84,20 @@ def export(checkpoint: Path, folder: Path, dtype: str = "float32", untie_head: b
 
 
 def _load_tokenizer(name: str, text: Path | None, n_positions: int) -> PreTrainedTokenizerFast:
-    """Return the tokenizer of an imported model, which must give the checkpoint's ids."""
+    """Load the tokenizer of an imported model, which must give the same ids as in the checkpoint."""
     fix = "--tokenizer char --text FILE, the text that the model was trained on"
     if name.endswith(".pkl"):
-        raise UserError(f"tokenizer={name}: a pickle can run code, and is not read; give {fix}")
+        raise UserError(f"tokenizer={name}: a pickle can run code, so it is not read; give {fix}")
     if name.startswith("bpe-"):
-        raise UserError(f"tokenizer={name}: training it again would change its ids; name a folder")
+        raise UserError(f"tokenizer={name}: training it again would change its ids; give a folder")
     if name == "char" and text is None:
-        raise UserError(f"tokenizer=char: its characters come from a text; give {fix}")
+        raise UserError(f"tokenizer=char: its characters must come from a text; give {fix}")
     if name != "char" and text is not None:
-        raise UserError(f"text={text}: tokenizer={name} is not made from it; leave it out, or give {fix}")
+        raise UserError(f"text={text}: tokenizer={name} does not use it; leave it out, or give {fix}")
     try:
         characters = read_text_file(text) if text else ""
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"text={text}: cannot be read as UTF-8 ({error}); name a text file") from error
+        raise UserError(f"text={text}: cannot be read as UTF-8 ({error}); choose a text file") from error
     if text and "\n" not in characters:
         raise UserError(
             f"text={text}: has no line end, which our tokenizer of characters always has, so the ids would not be the "
@@ -106,7 +108,7 @@ def _load_tokenizer(name: str, text: Path | None, n_positions: int) -> PreTraine
 
 def _drop_padded_rows(model: GPT2LMHeadModel, tokenizer: PreTrainedTokenizerFast, where: str) -> list[str]:
     dropped = fit_vocabulary(model, tokenizer, where)
-    return [f"left out {dropped} rows for which the tokenizer has no entry"] if dropped else []
+    return [f"left out {dropped} rows without an entry in the tokenizer"] if dropped else []
 
 
 def _write(folder: Path, model: GPT2LMHeadModel, tokenizer: PreTrainedTokenizerFast | None, card: str) -> str:

@@ -1,4 +1,4 @@
-"""Load a model folder with stock transformers, run it, and print one JSON object of facts: the script of `verify`.
+"""The script behind `verify`: load a model folder with stock transformers, run it, and print facts as one JSON object.
 
     python -I load_with_transformers.py FOLDER [BLOCKS.npz]
 
@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 
 
 def main(folder: str, blocks: str | None = None) -> dict[str, Any]:
-    """Return facts, `problems` that stop others from using the folder, and Python `warnings` while it was loaded."""
+    """Return facts, `problems` that keep other tools from using the folder, and Python `warnings` while loading it."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
@@ -75,7 +75,7 @@ def stored_dtypes(file_name: str) -> str:
 
 @torch.no_grad()
 def mean_loss(model: Any, blocks: str) -> float:
-    """Return the mean negative log-likelihood in nats over all targets that are not -100."""
+    """Return the mean negative log-likelihood in nats over all targets except -100."""
     total = 0.0
     with np.load(blocks) as arrays:
         inputs_NT, targets_NT = (torch.from_numpy(arrays[name]).long() for name in ("inputs", "targets"))

@@ -26,12 +26,12 @@ HYPERPARAMETERS = (
     *("document_masking", "seed"),
 )
 PLOT = "loss.png"
-# Metric type on the Hub and name, by key of an evaluation record.
+# Metric type on the Hub and display name, by key of an evaluation record.
 TEXT = {"loss": ("loss", "loss"), "perplexity": ("perplexity", "perplexity")}
 TEXT |= {"bits_per_byte": ("bits_per_byte", "bits per byte")}
 HELD_OUT = {f"eval_{key}": (kind, f"{name} of held-out text") for key, (kind, name) in TEXT.items()}
 HELLASWAG = {"accuracy_norm": ("acc_norm", "accuracy by loss per token"), "accuracy": ("acc", "accuracy by loss")}
-# A Hub model as `init_from` records it, with its commit; anything else is a path, which is not published.
+# How `init_from` records a Hub model: with its commit. Anything else is a path, which is not published.
 HUB_MODEL = re.compile(r"([\w.-]+(?:/[\w.-]+)?)@[0-9a-f]{40}")
 
 
@@ -44,11 +44,11 @@ def model_card(
     later: Sequence[dict[str, Any]] = (),
     tokenizer: Any = None,
 ) -> str:
-    """Return README.md of a checkpoint; what is not known is left out.
+    """Return the README.md of a checkpoint; unknown facts are left out.
 
-    run: content of run.json, or empty. fingerprint: of the text, from the data state. trainer: the trainer state.
+    run: content of run.json, or empty. fingerprint: of the text, from data_state.json. trainer: trainer_state.json.
     records: `public_records` of the run; with them the card shows the speed, and the loss curve in PLOT. name: of the
-    model, by default the run's. later: records of what was measured of this checkpoint later.
+    model, by default the run's. later: records of later evaluations of this checkpoint.
     """
     config, model, step = trainer["config"], run.get("model"), trainer["step"]
     text, commit = _describe_text(config, fingerprint), fingerprint.get("dataset.commit")
@@ -93,7 +93,7 @@ def model_card(
 
 
 def plain_card(name: str, parameters: int, origin: str, tokenizer: Any = None) -> str:
-    """Return README.md of a model that is not from a run, with its `origin`, such as "exported from X."."""
+    """Return the README.md of a model that is not from a run, with its `origin`, such as "exported from X."."""
     data = ModelCardData(library_name="transformers", pipeline_tag="text-generation", tags=["gpt2"])
     summary = f"A GPT-2-style language model of {parameters / 1e6:,.1f} M parameters, {origin}"
     return _render(data, name, tokenizer, summary=summary)
@@ -103,14 +103,14 @@ def _render(data: ModelCardData, name: str, tokenizer: Any, **facts: Any) -> str
     line_end_id = None
     if tokenizer is not None and not tokenizer.all_special_ids:
         vocabulary = tokenizer.get_vocab()
-        if all(len(token) == 1 for token in vocabulary):  # a token for each character
+        if all(len(token) == 1 for token in vocabulary):  # one token per character
             line_end_id = vocabulary.get("\n", 0)
     facts |= {"name": name, "line_end_id": line_end_id}
     return f"{ModelCard.from_template(data, template_path=str(TEMPLATE), **facts)}\n"
 
 
 def address_card(card: str, repo_id: str, revision: str | None) -> str:
-    """Return one of our cards for a repository: with its name, and code that loads the model from there."""
+    """Adapt one of our cards to a repository: with its name, and code that loads the model from there."""
     if 'from_pretrained(".")' not in card:
         return card
     where = f'"{repo_id}"' + (f', revision="{revision}"' if revision else "")
@@ -121,7 +121,7 @@ def address_card(card: str, repo_id: str, revision: str | None) -> str:
 
 
 def export_card(card: str, dtype: str, parameters: int) -> str:
-    """Return the card of a checkpoint for an export of it. The results were measured in float32."""
+    """Adapt the card of a checkpoint to its export. The results were measured in float32."""
     parts = ModelCard(card)
     data: Any = parts.data
     note = f"This is an export of the checkpoint: {parameters:,} parameters in {dtype}."
@@ -132,7 +132,7 @@ def export_card(card: str, dtype: str, parameters: int) -> str:
 
 
 def plot_losses(records: Sequence[dict[str, Any]]) -> bytes:
-    """Return the loss curves of `public_records` as a PNG; the same bytes for the same records."""
+    """Plot the loss curves of `public_records` as a PNG; the same records give the same bytes."""
     run = PastRun("loss", "", "run folder")
     run.training = [record for record in records if "loss" in record]
     run.evaluations = [record for record in records if "eval_loss" in record]
@@ -140,7 +140,7 @@ def plot_losses(records: Sequence[dict[str, Any]]) -> bytes:
 
 
 def public_records(records: Iterable[dict[str, Any]], step: int) -> list[dict[str, Any]]:
-    """Return the training and evaluation records up to a step, with the fields that may be published."""
+    """Return the training and evaluation records up to a step, with only the fields that may be published."""
     kept = [r for r in records if r.get("loss") is not None or r.get("eval_loss") is not None]
     return [{key: record[key] for key in PUBLIC if key in record} for record in kept if record["step"] <= step]
 
@@ -150,7 +150,7 @@ def split_languages(names: str | None) -> list[str] | None:
 
 
 def _describe_text(config: dict[str, Any], fingerprint: dict[str, Any]) -> str:
-    """Return the training text, without local paths."""
+    """Describe the training text, without local paths."""
     commit = fingerprint.get("dataset.commit")
     if commit or config["dataset"] == "embedded":
         return _describe_source({**config, "dataset_revision": commit})
@@ -159,7 +159,7 @@ def _describe_text(config: dict[str, Any], fingerprint: dict[str, Any]) -> str:
 
 
 def _describe_source(record: dict[str, Any]) -> str:
-    """Return the data of an evaluation record, without local paths."""
+    """Describe the text of an evaluation record, without local paths."""
     if record.get("dataset_revision"):
         words = {"dataset_name": "configuration", "dataset_split": "split", "dataset_revision": "commit"}
         parts = [f"{word} {record[key]}" for key, word in words.items() if record.get(key)]
@@ -168,7 +168,7 @@ def _describe_source(record: dict[str, Any]) -> str:
 
 
 def _eval_results(record: dict[str, Any], metrics: dict[str, tuple[str, str]]) -> list[EvalResult]:
-    """Return the Hub's metadata of an evaluation record, for each of `metrics` that it has."""
+    """Return the Hub metadata for an evaluation record, with each of `metrics` that it has."""
     is_text, on_hub, name = record["task"] == "text", record.get("dataset_revision"), _describe_source(record)
     dataset = {
         "dataset_type": record["dataset"] if on_hub else record["task"],
@@ -188,7 +188,7 @@ def _eval_results(record: dict[str, Any], metrics: dict[str, tuple[str, str]]) -
 
 
 def _result_row(record: dict[str, Any]) -> tuple[str, str]:
-    """Return the row of an evaluation record in the table of results."""
+    """Return the row for an evaluation record in the table of results."""
     if record["task"] == "text":
         formats = {"loss": "loss {:.4f} nats per token", "perplexity": "perplexity {:.2f}"}
         formats["bits_per_byte"] = "{:.4f} bits per byte"
@@ -204,7 +204,7 @@ def _result_row(record: dict[str, Any]) -> tuple[str, str]:
 def _training_rows(
     config: dict[str, Any], fingerprint: dict[str, Any], trainer: dict[str, Any], run: dict[str, Any]
 ) -> list[tuple[str, str]]:
-    """Return the rows of the training table: held-out text, initial weights, sizes, hardware, versions."""
+    """Return the rows of the training table: held-out text, initial weights, sizes, hardware, and versions."""
     held_out = str(fingerprint["held_out"]).removeprefix("held out: ")
     if config["eval_dataset"] is not None:
         held_out = f"eval_dataset {Path(config['eval_dataset']).name}"
@@ -231,7 +231,7 @@ def _training_rows(
 
 
 def _speed_rows(records: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
-    """Return the medians of throughput and MFU over the records that share the last one's peak."""
+    """Return median throughput and MFU over the records with the same peak as the last one."""
     timed = [record for record in records if record.get("tokens_per_second")]
     if not timed:
         return []

@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# The only files that are ever uploaded from a folder; the card, the loss curve and the records are made for the upload.
+# The only files ever uploaded from a folder; the card, loss curve and records are generated for the upload.
 UPLOADED = (
     *("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"),
     *("special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt"),
@@ -40,7 +40,7 @@ UPLOADED = (
 CARD, RECORDS = "README.md", "metrics.jsonl"
 WEIGHTS = (".bin", ".safetensors", ".index.json", ".pt", ".h5", ".msgpack", ".gguf")
 TRIES, LONGEST_PAUSE_SECONDS = 6, 60.0
-# A try may take a minute, plus the time that the weights take on a slow line.
+# A try may take a minute, plus the time for the weights on a slow connection.
 TRY_SECONDS, SLOWEST_BYTES_PER_SECOND = 60.0, 100_000
 
 
@@ -53,16 +53,16 @@ def push(
     license: str | None = None,
     language: str | None = None,
 ) -> str:
-    """Upload the model in a checkpoint folder, which is only read; returns the address of the commit.
+    """Upload the model in a checkpoint folder, which is only read; returns the URL of the commit.
 
-    repo_id: user/name, or name alone. private: None is the account's default; True refuses a public repository.
-    revision: a branch, created if it does not exist. tag: a name for the commit. license, language: for the card,
-    instead of the run's. Raises UserError if nothing can be sent, and RunError if the folder does not verify
-    (nothing is sent then) or the upload fails.
+    repo_id: user/name, or only a name. private: None is the account's default; True refuses a public repository.
+    revision: a branch, created if it does not exist. tag: a tag for the commit. license, language: for the card,
+    instead of the run's. Raises UserError if nothing can be sent, and RunError if the folder fails verification (then
+    nothing is sent) or if the upload fails.
     """
     check_is_model(Path(folder))
     token = check_access(repo_id)
-    given, folder = folder, Path(folder).resolve()  # checkpoint-latest may point elsewhere before this ends
+    given, folder = folder, Path(folder).resolve()  # checkpoint-latest may point elsewhere before this finishes
     verified = verify(folder)
     if problems := verified["problems"]:
         raise RunError(f"checkpoint {given} was not pushed: {'; '.join(problems)}")
@@ -88,12 +88,12 @@ def push(
 
 
 def check_access(repo_id: str) -> str:
-    """Return the token to push with. Raises UserError for an impossible name of a repository, or without a token."""
+    """Return the token for pushing. Raises UserError for an invalid repository name, or without a token."""
     try:
         validate_repo_id(repo_id)
     except HFValidationError as error:
         raise UserError(
-            f"repository {repo_id!r}: {message(error)}; name it user/name (in a recipe by hub_model_id)"
+            f"repository {repo_id!r}: {message(error)}; give it as user/name (in a recipe: --hub_model_id user/name)"
         ) from None
     if constants.HF_HUB_OFFLINE:
         raise UserError(f"repository {repo_id}: HF_HUB_OFFLINE is set, so nothing can be pushed; unset it")
@@ -103,7 +103,7 @@ def check_access(repo_id: str) -> str:
 
 
 def check_push(config: PretrainConfig) -> None:
-    """Raise UserError, before training, for what would prevent a push after it; only warn if the Hub is down."""
+    """Raise UserError, before training, for anything that would prevent the push; only warn if the Hub is down."""
     token = check_access(config.hub_repo_id())
     try:
         with quiet_hub():
@@ -115,17 +115,19 @@ def check_push(config: PretrainConfig) -> None:
         cause = _cause(error, config.hub_repo_id(), token)
         if not is_temporary(error):
             raise UserError(f"push_to_hub: {cause}") from None
-        logger.warning("the Hub cannot be reached now (%s); training starts, and pushes when it is done", cause)
+        logger.warning(
+            "the Hub cannot be reached now (%s); training starts anyway, and the push is tried after it", cause
+        )
         return
     if user.get("auth", {}).get("accessToken", {}).get("role") == "read":
-        raise UserError(f"push_to_hub: the token of {user['name']} may only read; use one that may write")
+        raise UserError(f"push_to_hub: the token of {user['name']} is read-only; use one with write permission")
 
 
 def push_trained(config: PretrainConfig, folder: Path) -> None:
-    """Push the last checkpoint of a run that has ended. Raises RunError with the command to try again."""
+    """Push the last checkpoint of a finished run. Raises RunError with the command for trying again."""
     try:
         url = push(folder, config.hub_repo_id(), private=config.hub_private_repo)
-    except UserError as error:  # access was checked when training began
+    except UserError as error:  # access was already checked before training
         again = f"hfgpt push {shlex.quote(str(folder))} {config.hub_repo_id()}"
         raise RunError(f"training is done, but nothing was pushed: {error}; try again: {again}") from None
     print(f"pushed to {url}", flush=True)
@@ -141,21 +143,23 @@ def _upload(
     license: str | None,
     language: str | None,
 ) -> str:
-    """Make all requests of a push. Each finds what was done before, so the whole can be tried again."""
+    """Make all requests of a push. Each one detects what was already done, so the whole can be retried."""
     name = repo_id if "/" in repo_id else f"{api.whoami()['name']}/{repo_id}"
     _check_card(license, language)
     files = _files(folder, name, revision, license, language)
     api.create_repo(name, private=private, exist_ok=True)
     if private and not api.model_info(name).private:
-        raise RunError(f"{name} is public, and nothing was pushed to it; name another one, or make it private there")
+        raise RunError(
+            f"{name} is public, so nothing was pushed to it; choose another one, or make it private on the Hub"
+        )
     if revision is not None:
         api.create_branch(name, branch=revision, exist_ok=True)
-    # Sends what the repository does not have; if it has all, this is the commit that is there.
+    # Sends what the repository lacks; if it lacks nothing, this is the existing commit.
     added = [CommitOperationAdd(path_in_repo=path, path_or_fileobj=content) for path, content in files.items()]
     commit = api.create_commit(name, added, commit_message="Upload model with hfgpt", revision=revision)
     others = [path for path in api.list_repo_files(name, revision=revision) if path.endswith(WEIGHTS)]
     if others := [path for path in others if path not in files]:
-        logger.warning("%s also holds %s, which other tools may load instead; delete them there", name, others)
+        logger.warning("%s also contains %s, which other tools may load instead; delete them on the Hub", name, others)
     if tag is not None:
         api.create_tag(name, tag=tag, revision=commit.oid, exist_ok=True)
         tagged = {ref.name: ref.target_commit for ref in api.list_repo_refs(name).tags}.get(tag, commit.oid)
@@ -167,10 +171,10 @@ def _upload(
 def _files(
     folder: Path, repo_id: str, revision: str | None, license: str | None, language: str | None
 ) -> dict[str, Path | bytes]:
-    """Return what is uploaded, by its name in the repository.
+    """Return what to upload, by name in the repository.
 
-    If the folder has a manifest, only files in it: one that was added later is not the checkpoint's. A folder without
-    training state keeps its own card.
+    If the folder has a manifest, only the files listed there: files added later are not part of the checkpoint. A
+    folder without training state keeps its own card.
     """
     manifest = folder / MANIFEST
     own = json.loads(manifest.read_text(encoding="utf-8"))["files"] if manifest.is_file() else UPLOADED
@@ -209,9 +213,9 @@ def _check_card(license: str | None, language: str | None) -> None:
 
 
 def _retry(call: Callable[[], T], upload_bytes: int = 0, tries: int = TRIES) -> T:
-    """Call again, with growing pauses, while the Hub is busy or cannot be reached. Raises the last error.
+    """Retry, with growing pauses, while the Hub is busy or cannot be reached. Raises the last error.
 
-    The client itself retries uploads of files, but not a commit, nor the requests around it.
+    The Hub client itself retries file uploads, but not the commit or the requests around it.
     """
 
     def on_retry(error: Exception, tries: int, waited_seconds: float, pause_seconds: float) -> None:
@@ -232,7 +236,7 @@ def _retry(call: Callable[[], T], upload_bytes: int = 0, tries: int = TRIES) -> 
 
 
 def _cause(error: Exception, repo_id: str, token: str) -> str:
-    """Return the cause in one line, without the token."""
+    """Return the cause of an error in one line, without the token."""
     response = getattr(error, "response", None)
     if response is None:
         chain = [error] if isinstance(error, ValueError) else filter(None, (error, error.__cause__))
@@ -242,12 +246,12 @@ def _cause(error: Exception, repo_id: str, token: str) -> str:
         if answer := getattr(error, "server_message", None):
             cause += f": {' '.join(answer.split())}"
         if isinstance(error, RevisionNotFoundError):
-            cause += "; the Hub has no such branch, and would not create it"
+            cause += "; the Hub has no such branch, and did not create it"
         elif response.status_code in (401, 403, 404):
-            cause += f"; log in with `hf auth login`, or set HF_TOKEN to a token that may write to {repo_id}"
+            cause += f"; log in with `hf auth login`, or set HF_TOKEN to a token with write access to {repo_id}"
     return _without_signatures(cause).replace(token, "(token)")
 
 
 def _without_signatures(text: str) -> str:
-    """Remove the queries of storage addresses: anybody who has them can write there."""
+    """Remove the query strings of storage URLs: anybody who has them could write there."""
     return re.sub(r"(https?://[^\s'\"?]+)\?[^\s'\"]*", r"\1", text)

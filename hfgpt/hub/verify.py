@@ -1,4 +1,4 @@
-"""Check that a checkpoint folder is what others expect: a GPT-2 model that stock transformers loads and runs."""
+"""Check that a checkpoint folder is what other tools expect: a GPT-2 model that stock transformers loads and runs."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ logger = logging.getLogger(__name__)
 
 REQUIRED = ("model.safetensors", "generation_config.json")
 SCRIPT = Path(__file__).with_name("load_with_transformers.py")
-# How far the loss may be from the recorded one: training may have evaluated in 16 bits, this is in float32.
+# How far the loss may be from the recorded one: training may evaluate in 16 bits, but this uses float32.
 TOLERANCE_16_BITS, TOLERANCE_FLOAT32 = 0.02, 1e-3
 
 
 def verify(folder: str | Path) -> dict[str, Any]:
-    """Return facts about a checkpoint folder, and `problems`: what stops or surprises other tools, a line for each.
+    """Return facts about a checkpoint folder, and `problems`: what breaks or surprises other tools, one line each.
 
-    `loss` is the evaluation loss as stock transformers gives it in float32, on the held-out tokens of the run;
-    `loss_not_checked` says why it is missing. Python warnings of transformers are logged, and are not problems.
+    `loss` is the evaluation loss computed by stock transformers in float32, on the held-out tokens of the run;
+    `loss_not_checked` says why it is missing. Python warnings from transformers are logged, but are not problems.
     Raises UserError for a folder without a model.
     """
     folder = Path(folder)
@@ -63,7 +63,7 @@ def verify(folder: str | Path) -> dict[str, Any]:
     if recorded is not None:
         facts |= {"recorded_loss": recorded, "tolerance": tolerance}
         if not abs(found["loss"] - recorded) <= tolerance:
-            problems.append(f"the loss is {found['loss']:.4f}, recorded was {recorded:.4f} (tolerance {tolerance})")
+            problems.append(f"the loss is {found['loss']:.4f}, but {recorded:.4f} was recorded (tolerance {tolerance})")
     return {**facts, **found, "problems": problems}
 
 
@@ -85,7 +85,7 @@ def _file_problems(folder: Path) -> list[str]:
         with contextlib.suppress(OSError, ValueError, RecursionError, TypeError, AttributeError):
             content = json.loads(read_text_file(path))
             if "auto_map" in content:
-                problems.append(f"{path.name} asks for code from elsewhere (auto_map)")
+                problems.append(f"{path.name} requires code from elsewhere (auto_map)")
             generic = content.get("tokenizer_class") == "PreTrainedTokenizerFast"
             if "token_type_ids" in content.get("model_input_names", ["token_type_ids"] if generic else []):
                 problems.append(f"{path.name}: transformers 4 returns token_type_ids, which change the model's answer")
@@ -111,18 +111,18 @@ def _load_in_clean_process(
 def _evaluation(folder: Path) -> tuple[float, float, tuple[np.ndarray, np.ndarray]]:
     """Return a checkpoint's recorded loss, the tolerance, and inputs and targets. Raises UserError if there is none."""
     if not (folder / STATE).is_dir():
-        raise UserError("the folder has no training_state, so its evaluation is unknown")
+        raise UserError("the folder has no training_state, so there is no recorded evaluation")
     trainer, data = read_state(folder, "trainer_state"), read_state(folder, "data_state")
     if not trainer["evaluation"] or trainer["evaluation_step"] != trainer["step"]:
-        raise UserError(f"there was no evaluation at step {trainer['step']}")
+        raise UserError(f"no evaluation was recorded at step {trainer['step']}")
     config = PretrainConfig.of_run(trainer["config"])
     if config.document_masking:
-        raise UserError("it was evaluated with documents masked from each other")
+        raise UserError("it was evaluated with document masking")
     blocks_per_step = data["fingerprint"]["blocks_per_step"]
     text = prepare_data_of_run(config, blocks_per_step, trainer["config"], data["fingerprint"], folder)
     for key in ("held_out", "held_out.hash", "tokenizer"):
         if text.train.fingerprint.get(key) != data["fingerprint"].get(key):
-            raise UserError(f"the text is no longer that of the run: {key} differs")
+            raise UserError(f"the text has changed since the run: {key} differs")
     tolerance = TOLERANCE_FLOAT32 if config.mixed_precision == "no" else TOLERANCE_16_BITS
     parts = windows([len(text.validation)], config.sequence_length)
     blocks = scored_blocks(text.validation, parts, config.sequence_length)
@@ -130,7 +130,7 @@ def _evaluation(folder: Path) -> tuple[float, float, tuple[np.ndarray, np.ndarra
 
 
 def _find_surprises(found: dict[str, Any]) -> list[str]:
-    """Return what other tools would not expect. Removes `has_special_tokens` from `found`."""
+    """Find what other tools would not expect. Removes `has_special_tokens` from `found`."""
     expected: dict[str, Any] = {"class": "GPT2LMHeadModel", "architectures": ["GPT2LMHeadModel"]}
     expected |= {"model_type": "gpt2", "remote_code": False, "finite": True}
     problems = [f"{key} is {found[key]}, not {value}" for key, value in expected.items() if found[key] != value]
@@ -143,7 +143,9 @@ def _find_surprises(found: dict[str, Any]) -> list[str]:
         if in_generation != in_tokenizer:
             problems.append(f"{key} is {in_generation} in generation_config.json, {in_tokenizer} in the tokenizer")
     if found["padding_side"] != "left":
-        problems.append(f"the tokenizer pads at the {found['padding_side']}, where a batch of prompts gets wrong text")
+        problems.append(
+            f"the tokenizer pads on the {found['padding_side']}, which breaks generation from a batch of prompts"
+        )
     if found.pop("has_special_tokens") and found["ids"]["pad_token_id"][0] is None:
-        problems.append("the tokenizer has no pad token, so prompts of different lengths are refused")
+        problems.append("the tokenizer has no pad token, so batches of prompts of different lengths fail")
     return problems
