@@ -1,4 +1,4 @@
-"""Retrying a step: with smaller micro-batches if memory ran out, or after removing a broken compiled file."""
+"""Retry a step: with smaller micro-batches if memory ran out, or without a corrupt file in torch.compile's cache."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 class Attempt:
-    """One attempt at a step, as a context that suppresses the errors after which the step is retried."""
+    """One attempt at a step: a context that suppresses errors after which the step is retried."""
 
     is_done = has_run_out = False
 
@@ -44,7 +44,7 @@ class Attempt:
         elif not (isinstance(error, Exception) and self.run.step.ranks.world_size == 1 and remove_broken_cache(error)):
             return bool(self.outer.__exit__(kind, error, traceback))
         self.outer.close()
-        return kind is not None  # suppressing the exception frees its traceback, and the tensors that it holds
+        return kind is not None  # suppressing the exception frees its traceback, and with it the tensors
 
 
 def attempts(run: TrainingRun) -> Iterator[Attempt]:
@@ -61,9 +61,10 @@ def attempts(run: TrainingRun) -> Iterator[Attempt]:
 
 
 def fit_micro_batch(run: TrainingRun) -> None:
-    """Try a micro-batch, under DDP, and make it smaller until it fits on all processes.
+    """Under DDP, try a micro-batch, and make it smaller until it fits on all processes.
 
-    A process that runs out of memory while gradients are exchanged leaves the others waiting, so this is found before.
+    A process that runs out of memory during the exchange of gradients would leave the others waiting, so this is tested
+    beforehand.
     """
     step = run.step
     while step.ranks.world_size > 1 and not step.is_sharded:
@@ -79,7 +80,7 @@ def fit_micro_batch(run: TrainingRun) -> None:
 
 
 def use_smaller_micro_batch(run: TrainingRun) -> None:
-    """Split this and later steps into smaller micro-batches. Raises RunError if they already have one sequence."""
+    """Split this and later steps into smaller micro-batches. Raises RunError if they are already one sequence."""
     step, number = run.step, run.progress.step + 1
     step.optimizer.zero_grad()
     release_memory(step.accelerator.device)

@@ -1,4 +1,4 @@
-"""The micro-batch: measured before the run, or as a resumed run had it."""
+"""Find the micro-batch: the fastest one, measured before the run, or the one that a resumed run used."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hfgpt.settings.field_types import AUTO
 from hfgpt.training.out_of_memory import MemoryRanOut, is_device_out_of_memory
 from hfgpt.training.step import TrainStep
 
-CANDIDATES = 4  # sizes that are tried before a run
+CANDIDATES = 4  # number of sizes tried before a run
 FIX = "use a smaller model, or --gradient_checkpointing true"
 
 
@@ -35,7 +35,7 @@ def time_splits(
 ) -> dict[Batch, Timing]:
     """Time `call` for each way to split the step, smallest micro-batch first, until one does not fit the device.
 
-    Times are medians of at least `rounds` calls and `seconds` in total. Splits that do not fit are missing.
+    Times are medians over at least `rounds` calls and `seconds` in total. Splits that do not fit are left out.
     """
     device, peaks = step.accelerator.device, {}
     for split in splits:
@@ -57,7 +57,7 @@ def time_splits(
     done, began = 0, time.perf_counter()
     while peaks and (done < rounds or time.perf_counter() - began < seconds):
         done += 1
-        for split in peaks:  # in turn, as a machine is not always equally fast
+        for split in peaks:  # in turn, because the speed of a machine varies
             synchronize(device)
             start = time.perf_counter()
             call(split)
@@ -68,9 +68,9 @@ def time_splits(
 
 
 def find_fastest_split(step: TrainStep, needed_bytes: Callable[[Batch], int]) -> tuple[Batch, str]:
-    """Return the split of the step with most tokens per second, and a line with what was measured.
+    """Return the split of the step with the most tokens per second, and a line with the measurements.
 
-    needed_bytes: the estimated memory of a split, by which candidates are chosen. Raises UserError if none fits.
+    needed_bytes: estimates the memory of a split, for choosing candidates. Raises UserError if none fits.
     """
     device, optimizer = step.accelerator.device, step.optimizer
     can_fail = device.type != "cpu"  # where a process that takes too much memory is killed
@@ -93,7 +93,7 @@ def find_fastest_split(step: TrainStep, needed_bytes: Callable[[Batch], int]) ->
 def choose_candidates(
     batch: Batch, needed_bytes: Callable[[Batch], int], available_bytes: int, beyond: bool
 ) -> list[Batch]:
-    """Return up to `CANDIDATES` splits, each micro-batch at least twice the one before, to the largest that fits.
+    """Return up to `CANDIDATES` splits, each micro-batch at least twice the previous one, up to the largest that fits.
 
     beyond: add one that should not fit. Raises UserError if not even one block fits.
     """
@@ -112,7 +112,7 @@ def choose_candidates(
 
 
 def try_micro_batch(step: TrainStep, batch: Batch) -> None:
-    """Run one micro-batch of random tokens forward and backward, without an exchange of gradients."""
+    """Run forward and backward on one micro-batch of random tokens, without exchanging gradients."""
     vocabulary, device = step.model.config.vocab_size, step.accelerator.device
     ids = torch.randint(vocabulary, (batch.micro_batch, batch.sequence_length), device=device)
     options = {"num_items_in_batch": ids.numel(), **step.attention(ids)}
@@ -123,9 +123,9 @@ def try_micro_batch(step: TrainStep, batch: Batch) -> None:
 def find_recorded_split(
     config: PretrainConfig, batch: Batch, trainer_state: dict[str, Any]
 ) -> tuple[Batch, str] | None:
-    """Return the split that a resumed run used last, measured or reduced when memory ran out, and a line about it.
+    """Return the split that a resumed run last used, if measured or reduced for lack of memory, and a line on it.
 
-    None if settings or processes have changed, or if it is the one that the settings state.
+    None if settings or processes have changed, or if it is the split that the settings give anyway.
     """
     before, stated = trainer_state["config"], config.per_device_train_batch_size
     recorded = {split.micro_batch: split for split in batch.splits()}.get(trainer_state.get("micro_batch", 0))
@@ -135,7 +135,7 @@ def find_recorded_split(
         now = config.to_dict()
         is_same = all(before.get(key) == now[key] for key in ("tokens_per_step", "sequence_length"))
         if is_same and trainer_state.get("choices", {}).get("processes", batch.processes) == batch.processes:
-            return recorded, f"micro-batch: {recorded.micro_batch}, as in this run before"
+            return recorded, f"micro-batch: {recorded.micro_batch}, as before in this run"
     elif recorded.micro_batch < batch.micro_batch:
-        return recorded, f"micro-batch: {recorded.micro_batch} again, as memory ran out with more in this run"
+        return recorded, f"micro-batch: {recorded.micro_batch} again, because this run ran out of memory with more"
     return None

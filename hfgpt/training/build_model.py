@@ -1,4 +1,4 @@
-"""The model of a run: on its device, sharded, compiled, with recomputation, and with its attention."""
+"""Build the model of a run: on its device, sharded, compiled, with recomputation and its kind of attention."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def build_model(
     compiled: bool,
     weights: dict[str, Tensor],
 ) -> Any:
-    """Build the model on its device, with random weights, or with `weights` if the main process has them."""
+    """Build the model on its device, with random weights, or with `weights` (on the main process) if given."""
     make, device = partial(new_model, config.model, tokenizer, config.seed, weights), machine.accelerator.device
     model: Any = build_sharded_model(make, device, machine.precision.name) if machine.is_sharded else make().to(device)
     model.tie_weights()  # moving to an accelerator outside of torch makes two parameters of a tied one
     if config.gradient_checkpointing:
         getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
     if compiled:
-        model.compile(dynamic=False)  # in place, which keeps the names of parameters
+        model.compile(dynamic=False)  # in place, which keeps the parameter names
     else:
         model.head_chunk_size = HEAD_CHUNK_SIZE
     return model
@@ -40,9 +40,7 @@ def build_model(
 def attention_arguments(
     config: PretrainConfig, model: Any, tokenizer: PreTrainedTokenizerBase, compiled: bool
 ) -> Callable[[Tensor], dict[str, Any]]:
-    """Return a function of token ids (B, T) that returns extra inputs of the model: with document_masking, masks and
-    positions.
-    """
+    """Return a function from token ids (B, T) to extra model inputs: with document_masking, masks and positions."""
     if not config.document_masking:
         return lambda ids_BT: {}
     flex = compiled and next(model.parameters()).device.type == "cuda" and model.config.attn_pdrop == 0

@@ -1,4 +1,4 @@
-"""How the loop calls callbacks: in which order, with which arguments, and their state over a resume."""
+"""Call callbacks from the loop: their order, their arguments, and their state across resumes."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ from hfgpt.training.trackers import tracker_names
 
 
 class CallbackArguments(TrainingArguments):
-    """`TrainingArguments` for callbacks, which use the Accelerate state of the run.
+    """`TrainingArguments` for callbacks, based on the run's Accelerate state.
 
-    transformers' own class would start Accelerate again with its own choice of device. `to_dict`, which trackers record
-    as the run's settings, returns the `PretrainConfig`.
+    transformers' own class would restart Accelerate with its own choice of device. `to_dict`, which trackers record as
+    the run's settings, returns the `PretrainConfig`.
     """
 
     config: PretrainConfig | None = None
@@ -68,7 +68,7 @@ def callback_arguments(
     """Build the `TrainingArguments` that callbacks receive."""
     args = CallbackArguments(
         **{name: getattr(config, name) for name in _SHARED},
-        output_dir=os.path.abspath(config.output_dir),  # trackers warn if it equals run_name
+        output_dir=os.path.abspath(config.output_dir),  # trackers print a warning if it equals run_name
         run_name=config.run_name or Path(config.output_dir).name,
         max_steps=max_steps,
         num_train_epochs=config.num_train_epochs or 1,
@@ -87,7 +87,7 @@ def callback_arguments(
         report_to=tracker_names(config.report_to) or "none",
         use_cpu=PartialState().device.type == "cpu",
     )
-    # Set afterwards: __post_init__ would change torch's settings, or refuse values that it thinks the device lacks.
+    # Set afterwards: __post_init__ would change torch's settings, or reject values that it thinks the device lacks.
     args.bf16, args.fp16, args.torch_compile = precision == "bf16", precision == "fp16", compiled
     args.gradient_checkpointing = args.activation_checkpointing = config.gradient_checkpointing
     args.config = config
@@ -97,8 +97,8 @@ def callback_arguments(
 class Callbacks:
     """Calls the callbacks of a run, as transformers' Trainer does, with shared arguments, state and control.
 
-    The order is: the flow control, MFU and perplexity, those that settings turn on, the user's, trackers, the display.
-    So each sees the values that the ones before it added to a log.
+    The order is: flow control, MFU and perplexity, those turned on by settings, the user's, trackers, the display. Thus
+    each callback sees the values that earlier ones added to a log.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class Callbacks:
         blocks_per_epoch: int | None,
         saved_states: dict[str, Any],
     ) -> None:
-        """is_main: main process of the run, and of this machine. saved_states: returned by `states` earlier."""
+        """is_main: main process of the run, and of this machine. saved_states: the result of an earlier `states`."""
         self.args, self.progress, self.has_own = args, progress, bool(own)
         self.steps_per_epoch = (
             blocks_per_epoch / step.batch.blocks_per_step if blocks_per_epoch else max(args.max_steps, 1)
@@ -140,7 +140,7 @@ class Callbacks:
 
         @contextmanager
         def outside_the_clock() -> Iterator[None]:
-            """Stop the clock and use the precision of training while a callback runs the model."""
+            """Stop the clock and use the training precision while a callback runs the model."""
             with self.mfu.stopped(), step.accelerator.autocast():
                 yield
 
@@ -155,13 +155,13 @@ class Callbacks:
         self.call("on_init_end")
 
     def call(self, event: str, *arguments: Any) -> None:
-        """Call `event` of each callback. Their requests are in `control`."""
+        """Call `event` of each callback. Their requests are then in `control`."""
         state, progress = self.state, self.progress
         state.global_step, state.num_input_tokens_seen = progress.step, progress.num_input_tokens_seen
         state.epoch = progress.step / self.steps_per_epoch
         state.best_metric, state.best_global_step = progress.best_metric, progress.best_step
         control = getattr(self.handler, event)(self.args, state, self.control, *arguments)
-        vars(self.control).update(vars(control))  # a callback may return a new one
+        vars(self.control).update(vars(control))  # a callback may return a new control
 
     def report(self, values: dict[str, Any]) -> None:
         """Send the log `values` to callbacks and trackers. Values that they add are added to `values`."""
@@ -176,14 +176,14 @@ class Callbacks:
             values |= {key: value for key, value in {**record, **logs}.items() if key not in counted}
 
     def agree(self, ranks: Ranks) -> None:
-        """Make what a user's callback requests on one process happen on all."""
+        """Make requests of a user's callback on one process take effect on all."""
         if self.has_own and ranks.world_size > 1:
             for wanted in ranks.gather(vars(self.control)):
                 for name, value in wanted.items():
                     setattr(self.control, name, value or getattr(self.control, name))
 
     def take_samples(self) -> list[dict[str, str]]:
-        """Return, once, the samples of this step; on the main process only."""
+        """Return the samples of this step, once and only on the main process."""
         samples = []
         for one in self.handler.callbacks:
             if isinstance(one, SampleCallback):
@@ -192,7 +192,7 @@ class Callbacks:
         return samples
 
     def states(self) -> dict[str, list[dict[str, Any]]]:
-        """Return the state of the callbacks, for a checkpoint."""
+        """Return the callbacks' states, for a checkpoint."""
         return callback_states(self.handler.callbacks)
 
     def why_stopped(self) -> str:
@@ -203,11 +203,11 @@ class Callbacks:
                 and one.early_stopping_patience_counter >= one.early_stopping_patience
             ):
                 return f"no better loss in {one.early_stopping_patience_counter} evaluations"
-        return "a callback asked for it"
+        return "a callback requested it"
 
 
 def configured_callbacks(config: PretrainConfig) -> list[TrainerCallback]:
-    """Return the callbacks that settings turn on."""
+    """Return the callbacks turned on by settings."""
     wanted: list[TrainerCallback] = []
     if config.sample_steps:
         wanted.append(SampleCallback(config.sample_steps, [config.sample_prompt or ""]))
@@ -217,7 +217,7 @@ def configured_callbacks(config: PretrainConfig) -> list[TrainerCallback]:
 
 
 def callback_states(callbacks: list[TrainerCallback]) -> dict[str, list[dict[str, Any]]]:
-    """Return the state of all exportable callbacks, by class name; a list, as there may be several of one class."""
+    """Return the states of all exportable callbacks: a list per class name, as there may be several of a class."""
     states: dict[str, list[dict[str, Any]]] = {}
     for one in callbacks:
         if isinstance(one, ExportableState):
@@ -229,7 +229,7 @@ def callback_states(callbacks: list[TrainerCallback]) -> dict[str, list[dict[str
 
 
 def restore_callbacks(callbacks: list[TrainerCallback], states: dict[str, Any]) -> None:
-    """Restore the state of callbacks. Those of one class are matched by their arguments first, then by order."""
+    """Restore the state of callbacks. Several of the same class are matched by their arguments first, then by order."""
     for name, saved in states.items():
         left = (
             [{"attributes": saved}] if isinstance(saved, dict) else list(saved)

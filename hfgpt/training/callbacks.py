@@ -1,4 +1,4 @@
-"""Callbacks for the `Pretrainer`, which also work in transformers' `Trainer`, and log lines."""
+"""Callbacks for the `Pretrainer`, which also work in transformers' `Trainer`; and log lines."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hfgpt.evaluation.loss import perplexity
 from hfgpt.messages.formats import duration
 from hfgpt.training.out_of_memory import out_of_memory_named
 
-# Entries of a log that its progress line shows.
+# Values of a log shown in the progress line.
 SHOWN = {
     "loss": "loss {:.4f}",
     "eval_loss": "eval loss {:.4f}",
@@ -33,10 +33,11 @@ SHOWN = {
 
 
 class PerplexityCallback(TrainerCallback):
-    """Adds `eval_perplexity` = exp(`eval_loss`) to evaluation logs and metrics (`eval_X_...` for a split X).
+    """Adds `eval_perplexity` = exp(`eval_loss`) to evaluation logs and metrics.
 
-    This is the perplexity of the text if `eval_loss` is the mean over all tokens. transformers' Trainer averages over
-    rows, which is the same if all rows have the same number of targets.
+    For a named evaluation dataset X, adds `eval_X_perplexity` from `eval_X_loss`. This is the perplexity of the text if
+    the loss is the mean over all tokens. transformers' Trainer averages over rows, which is the same if all rows have
+    the same number of targets.
     """
 
     def on_log(self, args, state, control, logs=None, **kwargs) -> None:
@@ -50,11 +51,11 @@ class PerplexityCallback(TrainerCallback):
 
 @dataclass(eq=False)
 class SampleCallback(TrainerCallback):
-    """Prints a sample of `max_new_tokens` tokens for each of `prompts`, every `every` steps.
+    """Every `every` steps, prints a sample of `max_new_tokens` tokens for each of `prompts`.
 
-    The seed is the same each time, so that samples differ only by what was learned. `around` is a context to generate
-    in, such as `MFUCallback.stopped`; the Pretrainer sets it, and records the `newest` samples. Under FSDP2 all
-    processes take part in generating, otherwise only the main process does.
+    The seed is always the same, so that samples differ only by what was learned. `around` is a context in which to
+    generate, such as `MFUCallback.stopped`; the Pretrainer sets it, and records the `newest` samples. Under FSDP2 all
+    processes generate together, otherwise only the main process does.
     """
 
     every: int
@@ -68,7 +69,7 @@ class SampleCallback(TrainerCallback):
     newest: list[dict[str, str]] = field(default_factory=list, init=False)
 
     def texts(self, model: Any, tokenizer: Any) -> Iterator[str]:
-        """Generate one text per prompt. Raises UserError at once for settings that cannot work."""
+        """Generate one text per prompt. Raises UserError immediately for settings that cannot work."""
         from hfgpt.evaluation.generate import generate
 
         draw: dict[str, Any] = {
@@ -80,7 +81,7 @@ class SampleCallback(TrainerCallback):
         return generate(model, tokenizer, self.prompts, max_new_tokens=self.max_new_tokens, **draw)
 
     def on_init_end(self, args, state, control, model=None, processing_class=None, **kwargs) -> None:
-        self.texts(model, processing_class)  # to report wrong settings before the first step
+        self.texts(model, processing_class)  # reports wrong settings before the first step
 
     def on_step_end(self, args, state, control, model=None, processing_class=None, **kwargs) -> None:
         shared = isinstance(next(model.parameters()), DTensor)
@@ -92,12 +93,12 @@ class SampleCallback(TrainerCallback):
         if state.is_world_process_zero:
             self.newest = [{"prompt": p, "text": text} for p, text in zip(self.prompts, texts, strict=True)]
             for sample in self.newest:
-                with tqdm.external_write_mode():  # above a progress bar
+                with tqdm.external_write_mode():  # printed above a progress bar
                     print(f"sample at step {state.global_step}: {sample['prompt']}{sample['text']}", flush=True)
 
 
 def shown_values(state: TrainerState, logs: dict[str, Any]) -> dict[str, str]:
-    """Return what is shown of a log, by its key. The ETA is without evaluation and saving."""
+    """Return the values of a log to show, by key. The ETA excludes evaluation and saving."""
     left = (state.max_steps - state.global_step) * (logs.get("step_seconds") or 0)
     shown = {key: template.format(logs[key]) for key, template in SHOWN.items() if logs.get(key) is not None}
     if logs.get("memory_bytes"):
@@ -114,7 +115,7 @@ def log_line(state: TrainerState, logs: dict[str, Any]) -> str:
 
 
 class LogLineCallback(TrainerCallback):
-    """Prints each log as one line, for output that goes to a file."""
+    """Prints each log as one line, for output to a file."""
 
     def on_log(self, args, state, control, logs=None, **kwargs) -> None:
         if state.is_world_process_zero:
@@ -124,7 +125,7 @@ class LogLineCallback(TrainerCallback):
 class ProgressLineCallback(ProgressCallback):
     """Shows a progress bar with the newest training log, and prints each evaluation as a line above it.
 
-    Training logs are printed too if stdout is a file.
+    Also prints training logs if stdout is a file.
     """
 
     IN_BAR = ("loss", "tokens_per_second", "mfu", "eta")

@@ -1,4 +1,4 @@
-"""What is saved and reported when a run fails."""
+"""Save and report what is needed when a run fails."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from hfgpt.training.saving import record_lost_output, record_saved, start_save, 
 
 @contextmanager
 def saved_on_failure(run: TrainingRun) -> Iterator[None]:
-    """Save the last finished step and record the end of the run if an exception is raised inside.
+    """If an exception is raised inside, save the last finished step and record the end of the run.
 
-    Errors that the user can act on become a RunError that says how to continue. Other exceptions are raised again with
-    attributes for `run_recipe`: `end_of_run`, with the same sentence, and `traceback_file`.
+    Errors that the user can act on become a RunError that says how to continue. Other exceptions are re-raised with
+    attributes for `run_recipe`: `end_of_run` (the same sentence) and `traceback_file`.
     """
     try:
         yield
@@ -30,7 +30,7 @@ def saved_on_failure(run: TrainingRun) -> Iterator[None]:
         lost = [] if has_given_up else _save_alone(run)
         fault: BaseException = error
         if isinstance(error, Interrupted):
-            fault = run.signals.to_error() or RunError("the main process was ended", 128 + signal.SIGTERM)
+            fault = run.signals.to_error() or RunError("the main process was stopped", 128 + signal.SIGTERM)
         cause = str(fault) if fault is not error else f"{type(error).__name__}: {error}"
         run.record(event="end", skipped_rows=dict(run.progress.skipped_rows), fault=cause)
         write_report(run)
@@ -51,7 +51,7 @@ def saved_on_failure(run: TrainingRun) -> Iterator[None]:
 
 
 def _save_alone(run: TrainingRun) -> list[str]:
-    """Save the last finished step on the main process, without callbacks. Returns the reason if that fails."""
+    """Save the last finished step from the main process alone, without callbacks. Returns the reason if that fails."""
     step = run.progress.step
     if not run.is_main or step == 0:
         return []
@@ -77,7 +77,7 @@ def _save_alone(run: TrainingRun) -> list[str]:
 
 
 def how_to_continue(run: TrainingRun) -> str:
-    """Return how to continue the run, for the end of an error message."""
+    """Return a hint on how to continue the run, for the end of an error message."""
     # On other machines the folder of the main process may not be visible.
     saved_elsewhere = run.saver.saved_step is not None and not run.is_main
     if run.folder.checkpoints() or saved_elsewhere:

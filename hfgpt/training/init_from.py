@@ -1,4 +1,4 @@
-"""`--init_from`: the model's settings and weights from a GPT-2 folder, a Hub repository or a nanoGPT checkpoint."""
+"""`--init_from`: load model settings and weights from a GPT-2 folder, a Hub repository or a nanoGPT checkpoint."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ logger = logging.getLogger(__name__)
 
 
 def resolve_init_from(config: PretrainConfig, resumed_from: Path | None) -> PretrainConfig:
-    """Return `config` with `init_from` pinned to a commit or a whole path, and `model` as the source has it.
+    """Return `config` with `init_from` pinned to a commit or an absolute path, and `model` set to the source's fields.
 
-    A resumed run keeps the source that it began with; a tokenizer in a folder gets its whole path.
+    A resumed run keeps the source that it began with; a tokenizer in a folder gets its absolute path.
 
     Raises UserError if `model` differs from the source in more than dropout.
     """
@@ -40,7 +40,7 @@ def resolve_init_from(config: PretrainConfig, resumed_from: Path | None) -> Pret
         return config
     stated = {} if config.model == AUTO else model_fields(config.model, defaults={})
     problems = [
-        f"model.{key}={value}: init_from={name} has {source_fields[key]}; leave model out"
+        f"model.{key}={value}: init_from={name} has {source_fields[key]}; leave out model"
         for key, value in stated.items()
         if key in ARCHITECTURE_FIELDS and key in source_fields and value != source_fields[key]
     ]
@@ -50,10 +50,10 @@ def resolve_init_from(config: PretrainConfig, resumed_from: Path | None) -> Pret
 
 
 def _recorded_source(config: PretrainConfig, resumed_from: Path) -> tuple[str | None, dict[str, Any]]:
-    """Return the source and model fields that a checkpoint's run recorded; None for random weights."""
+    """Return the source and model fields recorded by a checkpoint's run; None for random weights."""
     recorded = read_state(resumed_from, "trainer_state")["config"]
     name = recorded.get("init_from")
-    run = f"the run resumes from {resumed_from}, and began from {name or 'random weights'}"
+    run = f"the run resumes from {resumed_from}, but began from {name or 'random weights'}"
     if name is None:
         if config.init_from is not None:
             raise UserError(f"init_from={config.init_from}: {run}; leave it out, or choose another output_dir")
@@ -77,9 +77,9 @@ def _stated_source(config: PretrainConfig) -> tuple[str | None, dict[str, Any]]:
 
 
 def initial_weights(init_from: str, tokenizer: PreTrainedTokenizerFast, ranks: Ranks) -> dict[str, Tensor]:
-    """Return the weights of `init_from` by parameter name on the main process, an empty dictionary on the others.
+    """Return the weights of `init_from` by parameter name on the main process, and an empty dictionary on the others.
 
-    Raises UserError if they do not fit the tokenizer, and warns if its ids are not those of the source.
+    Raises UserError if they do not fit the tokenizer, and warns if the tokenizer is not that of the source.
     """
     weights: dict[str, Tensor] = {}
 
@@ -89,7 +89,7 @@ def initial_weights(init_from: str, tokenizer: PreTrainedTokenizerFast, ranks: R
         if has_tokenizer(files):
             its_tokenizer = load_tokenizer(str(files), lambda: (), model.config.n_positions)
             if its_tokenizer.get_vocab() != tokenizer.get_vocab():
-                logger.warning("the tokenizer is not that of %s: its ids stand for other tokens", where)
+                logger.warning("the tokenizer is not that of %s: its ids stand for different tokens", where)
         if dropped := fit_vocabulary(model, tokenizer, where):
             logger.warning("%s: %d rows without an entry in the tokenizer are left out", where, dropped)
         weights.update(model.state_dict())

@@ -14,9 +14,9 @@ from hfgpt.config import PretrainConfig
 class LearningRate:
     """The learning rate of steps 1, 2, ..., following one of transformers' schedules over `curve_steps` steps.
 
-    Step `since` takes the schedule's value at position `at`, and each later step moves `pace` positions further.
-    Step k of an uninterrupted run takes the value at k, not k - 1: the first warm-up step is above zero, the last one
-    has the peak, and the last step of the run has the end of the decay, which later steps keep.
+    Step `since` uses the schedule's value at position `at`, and each later step moves `pace` positions further. Step k
+    of an uninterrupted run uses the value at k, not k - 1: the first warm-up step is above zero, the last one has the
+    peak rate, and the last step of the run has the final rate, which later steps keep.
     """
 
     def __init__(
@@ -38,10 +38,10 @@ class LearningRate:
         return self._peak * self._factor(min(self._place(step), self.curve_steps))
 
     def extend(self, step: int, max_steps: int, how: str) -> str | None:
-        """Continue after `step` in a run that now ends at `max_steps`, without a jump in the rate.
+        """Continue after `step` in a run that now ends at `max_steps`, without a jump in the learning rate.
 
         how: "keep" leaves the schedule as it is, "stretch" fits the rest of it to the new end. Returns a sentence for
-        the log if the schedule ends at another step than the run.
+        the log if the schedule does not end at the same step as the run.
         """
         end = self.since + round((self.curve_steps - self.at) / self.pace) if self.pace else self.since
         if end == max_steps:
@@ -56,7 +56,7 @@ class LearningRate:
         return f"the learning rate {change}"
 
     def state(self) -> dict[str, Any]:
-        """Return the arguments that build the same schedule again, besides the configuration."""
+        """Return the arguments that, with the configuration, rebuild the same schedule."""
         return {"curve_steps": self.curve_steps, "since": self.since, "at": self.at, "pace": self.pace}
 
     def _place(self, step: int) -> float:

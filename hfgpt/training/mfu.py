@@ -27,9 +27,9 @@ class MFUCallback(TrainerCallback):
     """Adds `step_seconds, tokens_per_second, mfu, peak_tflops, peak_source, wall_seconds` to each training log.
 
     The values cover the steps since the last log, including waits for data. Evaluation, saving and the first
-    `warmup_steps` steps of the process (compilation) are not timed; if no timed step is left, the values are None.
-    `hfu`, which counts recomputation as work, is added with gradient checkpointing. Trackers warn about values that are
-    not numbers, so text and None are only added to the loop's own record, `state.log_history`.
+    `warmup_steps` steps of the process (compilation) are not timed; without timed steps, the values are None. With
+    gradient checkpointing, `hfu` is added, which counts recomputation as work. Trackers warn about values that are not
+    numbers, so text and None are only added to the loop's own record, `state.log_history`.
 
     transformers' Trainer calls its trackers before callbacks passed to its constructor. To let trackers see the values,
     insert this one after the first callback: `trainer.callback_handler.callbacks.insert(1, MFUCallback(...))`.
@@ -37,7 +37,7 @@ class MFUCallback(TrainerCallback):
     tokens_per_step: tokens of one step over all processes. None uses the trainer's own count
         (`TrainingArguments(include_num_input_tokens_seen=...)`; "non_padding" leaves padding out).
     sequence_length: tokens per row, for the attention term. None uses the model's `n_positions`.
-    peak_tflops: dense peak of one device. None looks it up, or measures a matmul when training begins.
+    peak_tflops: dense peak of one device. None looks it up, or measures a matmul at the start of training.
     precision: "bf16", "fp16" or "no", for the peak. None takes it from the training arguments or weights.
     clock: returns seconds.
     """
@@ -48,7 +48,7 @@ class MFUCallback(TrainerCallback):
     precision: str | None = None
     warmup_steps: int = 1
     clock: Callable[[], float] = time.perf_counter
-    total_seconds: float = 0.0  # timed seconds of training so far; a resumed run starts from its earlier total
+    total_seconds: float = 0.0  # timed seconds of training so far; a resumed run continues from its earlier total
 
     def __post_init__(self) -> None:
         self._process_steps, self._warned = 0, False
@@ -125,7 +125,7 @@ class MFUCallback(TrainerCallback):
 
     @contextmanager
     def stopped(self) -> Iterator[None]:
-        """Stop the clock for what is done inside."""
+        """Stop the clock inside this context."""
         self._lap(wait=True)
         yield
         self._mark = self.clock()
@@ -134,9 +134,9 @@ class MFUCallback(TrainerCallback):
         self._window_seconds, self._window_steps, self._window_tokens = 0.0, 0, 0
 
     def _lap(self, wait: bool) -> None:
-        """Add the time since the last mark, unless warming up. `wait`: synchronise the device first.
+        """Add the time since the last mark, unless warming up. `wait`: synchronize the device first.
 
-        Steps between logs are not synchronised: kernels are launched ahead of time, but the log waits for all of them.
+        Steps between logs are not synchronized: kernels are launched ahead of time, but the log waits for all of them.
         """
         if wait:
             synchronize(self._device)
@@ -158,5 +158,5 @@ def _precision(args, weight_dtype: torch.dtype) -> str:
 
 
 def only_numbers(logs: dict[str, Any]) -> dict[str, Any]:
-    """Return the values of a log that are numbers, for trackers."""
+    """Return only the values of a log that are numbers, for trackers."""
     return {key: value for key, value in logs.items() if isinstance(value, int | float)}

@@ -1,4 +1,4 @@
-"""Losses of steps that the device may still be computing, and what happens if they are not finite."""
+"""Read losses that the device may still be computing, and handle those that are not finite."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ logger = logging.getLogger(__name__)
 
 # Skipped steps in a row, because of a non-finite loss or gradient, after which the run ends.
 MAX_SKIPPED_STEPS = 10
-# Steps whose text is kept until their losses are read.
+# Number of steps whose text is kept until their losses are read.
 MAX_PENDING_STEPS = 32
 
 
 class Step(NamedTuple):
-    """A step whose loss has not been read. `batch`: the blocks of all processes."""
+    """A step whose loss has not been read yet. `batch`: the blocks of all processes."""
 
     step: int
     learning_rate: float
@@ -34,8 +34,8 @@ class Step(NamedTuple):
 class NonFiniteGuard:
     """Keeps losses and gradient norms on the device until `read` fetches those of all pending steps at once.
 
-    The optimizer skips a step whose loss or gradient is not finite on the device; this class records and counts such
-    steps. `named`: returns what to record of the text in some rows of a step.
+    The optimizer itself skips a step with a non-finite loss or gradient, on the device; this class records and counts
+    such steps. `named`: returns what to record about the text in given rows of a step.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class NonFiniteGuard:
 
     @property
     def has_given_up(self) -> bool:
-        """Whether so many steps in a row were skipped that the run ends."""
+        """Whether the run must end because too many steps in a row were skipped."""
         return self.skipped_in_a_row >= MAX_SKIPPED_STEPS
 
     def add(self, step: Step, result: StepResult) -> None:
@@ -57,7 +57,7 @@ class NonFiniteGuard:
         if len(self.pending) == MAX_PENDING_STEPS or (self.pending and width != self.values.shape[1]):
             self.read()
         if not self.pending and width != self.values.shape[1]:
-            # One tensor: many small ones that outlive a step would fragment the device's memory.
+            # One tensor, because many small ones that outlive a step would fragment the device's memory.
             self.values = torch.empty(MAX_PENDING_STEPS, width, device=loss.device)
         self.values[len(self.pending)] = torch.cat([loss[None], grad_norm[None], micro_losses])
         self.pending.append(step)
@@ -66,7 +66,7 @@ class NonFiniteGuard:
         """Return loss, learning rate and gradient norm of the newest step, and record skipped steps.
 
         Empty if there was no step since the last call. Call on all processes, or with `alone=True` on one that cannot
-        ask the others. Raises RunError after MAX_SKIPPED_STEPS skipped steps in a row.
+        reach the others. Raises RunError after MAX_SKIPPED_STEPS skipped steps in a row.
         """
         if not self.pending:
             return {}
@@ -95,9 +95,9 @@ class NonFiniteGuard:
         return {"loss": loss, "learning_rate": steps[-1].learning_rate, "grad_norm": norm}
 
     def _bad_rows(self, total: int, micro_losses: list[float], unknown: bool) -> tuple[list[int] | None, list[int]]:
-        """Return the ranks, and the rows among the step's `total`, whose micro-batch loss is not finite.
+        """Return the ranks, and the rows among the step's `total`, with a non-finite micro-batch loss.
 
-        (None, all rows) if only the gradient, which sums over all rows, is not finite, or if that is `unknown`.
+        (None, all rows) if only the gradient is not finite, as it sums over all rows, or if the losses are `unknown`.
         """
         if unknown:
             return None, list(range(total))

@@ -13,9 +13,9 @@ from hfgpt.config import PretrainConfig
 from hfgpt.distributed.device import native_precision
 from hfgpt.distributed.device_kinds import device_kind
 
-# The usual 0.95 ends 2 % higher in short runs with small batches (tests/benchmarks/LEDGER.md).
+# The usual 0.95 ends with a 2 % higher loss in short runs with small batches (tests/benchmarks/LEDGER.md).
 MUON_MOMENTUM = 0.9
-# Elements orthogonalised at once: more would take memory and save no time.
+# Elements orthogonalized at once: more would use memory and save no time.
 BATCH_ELEMENTS = 2**23
 
 
@@ -59,11 +59,11 @@ class SkippingAdamW(torch.optim.AdamW):
 
 
 class BatchedMuon(torch.optim.Muon):
-    """torch's Muon with matrices of one shape orthogonalised together; in bf16 the updates are equal bit for bit.
+    """torch's Muon, with matrices of the same shape orthogonalized together; in bf16 the updates are equal bit for bit.
 
-    This halves its time on two cores (tests/benchmarks/LEDGER.md), and under FSDP2 gathers a batch once instead of
-    each matrix in each product. Momentum is Nesterov's, and updates are scaled to the size of AdamW's. A device
-    without bf16 instructions, where torch's Muon is several times slower, computes in float32.
+    This halves its time on two cores (tests/benchmarks/LEDGER.md), and under FSDP2 gathers a batch once instead of each
+    matrix in each product. Momentum is Nesterov's, and updates are scaled to the size of AdamW's. On a device without
+    bf16 instructions, where torch's Muon is several times slower, it computes in float32.
     """
 
     @torch.no_grad()
@@ -114,7 +114,7 @@ def orthogonalize(matrices: Tensor, coefficients: tuple[float, float, float], st
     a, b, c = coefficients
     x = matrices.mT if (tall := matrices.shape[1] > matrices.shape[2]) else matrices
     x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=eps)
-    x = x.squeeze(0)  # a batch of one may round differently from the single matrix that torch uses
+    x = x.squeeze(0)  # a batch of one may round differently from torch's single matrix
     add_product = torch.addmm if x.dim() == 2 else torch.baddbmm
     for _ in range(steps):
         gram = x @ x.mT
@@ -125,8 +125,8 @@ def orthogonalize(matrices: Tensor, coefficients: tuple[float, float, float], st
 class MuonWithAdamW(torch.optim.Optimizer):
     """Muon for the first parameter group and AdamW for the others, as one optimizer with one state.
 
-    Muon orthogonalises each update (Jordan et al. 2024), scaled to the size of AdamW's updates (Liu et al. 2025), so
-    that learning rates tuned for AdamW work. A step is skipped if `found_inf` is 1, which synchronises the device.
+    Muon orthogonalizes each update (Jordan et al. 2024), scaled to the size of AdamW's updates (Liu et al. 2025), so
+    that learning rates tuned for AdamW work. A step is skipped if `found_inf` is 1, which synchronizes the device.
     """
 
     def __init__(self, muon: torch.optim.Muon, adamw: torch.optim.AdamW) -> None:
@@ -137,7 +137,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         if getattr(self, "found_inf", 0):
             return
-        # Passed at each step, because loading a state replaces these objects.
+        # Assigned at each step, because loading a state replaces these objects.
         for part, groups in ((self.muon, self.param_groups[:1]), (self.adamw, self.param_groups[1:])):
             part.param_groups, part.state = groups, self.state
             part.step()

@@ -1,4 +1,4 @@
-"""Running out of memory: noticed on all processes before they exchange gradients, and reported with a fix."""
+"""Detect running out of memory on all processes before they exchange gradients, and report it with a fix."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from hfgpt.errors import RunError, message
 
 
 class MemoryRanOut(Exception):
-    """A micro-batch did not fit on the device of some process. Nothing was updated."""
+    """A micro-batch did not fit on the device of at least one process. Nothing was updated."""
 
 
 class MemoryWatch:
-    """Lets all processes know that a micro-batch did not fit before any of them exchanges gradients."""
+    """Notifies all processes that a micro-batch did not fit, before any of them exchanges gradients."""
 
     def __init__(self, ranks: Ranks, sharded: bool) -> None:
         self.ranks, self.sharded, self.failed = ranks, sharded, False
 
     @contextmanager
     def micro_batch(self, index: int, count: int) -> Iterator[None]:
-        """Raise MemoryRanOut on all processes if one had no room for micro-batch `index` of `count` inside.
+        """Raise MemoryRanOut on all processes if micro-batch `index` of `count`, run inside, does not fit on one.
 
-        If processes share the model, or in the last micro-batch, when they exchange gradients, they are out of step by
-        then: the error of the device ends the run.
+        If the model is sharded, or in the last micro-batch, when gradients are exchanged, the processes would already
+        be out of sync: the device's own error ends the run.
         """
         alone, last = self.ranks.world_size == 1, index == count
         if not alone and not self.sharded and last and index > 1 and any(self.ranks.gather(self.failed)):
@@ -42,7 +42,7 @@ class MemoryWatch:
                 raise MemoryRanOut from error
             if self.sharded or last:
                 raise
-            self.failed = True  # all processes hear of it before the last micro-batch
+            self.failed = True  # all processes learn about it before the last micro-batch
 
 
 def is_device_out_of_memory(error: BaseException) -> bool:
@@ -52,7 +52,7 @@ def is_device_out_of_memory(error: BaseException) -> bool:
 
 @contextmanager
 def out_of_memory_named(where: str, fix: str) -> Iterator[None]:
-    """Raise RunError that names `where` and the `fix` if memory runs out inside."""
+    """Raise RunError with `where` and the `fix` if memory runs out inside."""
     try:
         yield
     except Exception as error:

@@ -1,4 +1,4 @@
-"""`Plan`: what a run will do. It is printed before the first step and kept in run.json."""
+"""`Plan`: what a run will do, printed before the first step and kept in run.json."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from hfgpt.settings.batch import Batch
 def setting_of(
     config: PretrainConfig, batch: Batch, precision: str, shares: int, device_type: str, compiled: bool = False
 ) -> Setting:
-    """Return the settings that the memory estimate of one process depends on."""
+    """Return the inputs for the memory estimate of one process."""
     return Setting(
         micro_batch=batch.micro_batch,
         sequence_length=batch.sequence_length,
@@ -46,14 +46,14 @@ def setting_of(
 
 
 def check_memory(config: PretrainConfig, batch: Batch, setting: Setting, available_bytes: int | None) -> None:
-    """Raise UserError if the sizes are far beyond the device. The vocabulary is not known yet and counts as zero."""
+    """Raise UserError if the sizes far exceed the device's memory. The still unknown vocabulary counts as zero."""
     model = GPT2Config(**{**model_fields(config.model), "vocab_size": 2, "bos_token_id": None, "eos_token_id": None})
     needed = training_memory(model, setting).peak
-    needed += 12 * batch.tokens_per_step // batch.processes  # token ids of a step
+    needed += 12 * batch.tokens_per_step // batch.processes  # token ids of one step
     if available_bytes and needed > 2 * available_bytes:
         raise UserError(
             f"per_device_train_batch_size={batch.micro_batch} x sequence_length={batch.sequence_length} x accumulation "
-            f"{batch.accumulation} with this model needs some {needed / 2**30:,.0f} GiB, and the device has "
+            f"{batch.accumulation} with this model needs about {needed / 2**30:,.0f} GiB, but the device has "
             f"{available_bytes / 2**30:,.0f}; use a smaller model, sequence_length, micro-batch or tokens_per_step"
         )
 
@@ -73,7 +73,7 @@ class Plan:
     checkpoint_folder: str
     setting: Setting
     peak_tflops: float | None  # dense peak of one device
-    resumed: str | None = None  # the checkpoint that the run continues from
+    resumed: str | None = None  # the checkpoint from which the run continues
 
     def lines(self) -> list[str]:
         model, batch, config = self.model, self.batch, self.config
@@ -118,14 +118,14 @@ class Plan:
         return f"{about(seconds)} of training on {where}, at an MFU of {TYPICAL_MFU:.0%}"
 
     def choices(self) -> dict[str, Any]:
-        """Return the choices that depend on the machine and may change the last bits of a result."""
+        """Return choices that depend on the machine and may change the last bits of a result."""
         found = {
             "precision": self.precision.name,
             "compiled": self.compile.enabled,
             "processes": self.batch.processes,
             "device": self.device,
         }
-        if self.setting.device == "cpu":  # the number of threads changes the order of sums
+        if self.setting.device == "cpu":  # the number of threads changes the order of summation
             found["threads"] = torch.get_num_threads()
         return found
 
@@ -168,7 +168,7 @@ def run_facts(run_id: str, plan: Plan, data: dict[str, Any]) -> dict[str, Any]:
 
 
 def _git_revision(folder: Path) -> str | None:
-    """Return the commit of the git repository that contains `folder`, if any."""
+    """Return the current commit of the git repository that contains `folder`, if any."""
     try:
         command = ["git", "rev-parse", "HEAD"]
         return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout.strip()

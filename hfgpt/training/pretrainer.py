@@ -80,13 +80,13 @@ class Pretrainer:
                     note_saved(run)  # last, because on_save resets control.should_save
                     run.callbacks.agree(ranks)
                 complete(run)
-        if self.config.push_to_hub and run.is_main:  # after the other processes have ended
+        if self.config.push_to_hub and run.is_main:  # after the other processes have finished
             push_trained(self.config, run.folder.checkpoint(run.progress.step))
         return run.progress.evaluation
 
 
 def next_batch(run: TrainingRun) -> tuple[StepBatch, StepBatch]:
-    """Return the blocks of the next step: this process's share, and those of all processes.
+    """Return the blocks of the next step: this process's share, and all of them.
 
     If reading fails on any process, or a signal arrived, all processes save and raise RunError.
     """
@@ -133,7 +133,7 @@ def start(run: TrainingRun) -> None:
 
 
 def advance(run: TrainingRun, batch: StepBatch, result: StepResult) -> None:
-    """Count the finished step, write its text to the ledger, and ask the callbacks what is due."""
+    """Count the finished step, write a ledger line for its text, and ask the callbacks what is due."""
     progress, control = run.progress, run.callbacks.control
     progress.step += 1
     progress.num_input_tokens_seen += run.step.batch.tokens_per_step
@@ -154,7 +154,7 @@ def advance(run: TrainingRun, batch: StepBatch, result: StepResult) -> None:
 
 
 def log(run: TrainingRun) -> None:
-    """Record the newest step. Only here does the loop wait for the device."""
+    """Record the newest step. This is the only place where the loop waits for the device."""
     if not (logs := run.non_finite.read()):
         return
     if (peak := peak_memory_bytes(run.machine.accelerator.device)) is not None:  # trackers want numbers
@@ -166,7 +166,7 @@ def log(run: TrainingRun) -> None:
 
 
 def evaluate(run: TrainingRun) -> dict[str, Any] | None:
-    """Evaluate the model and record the result. Returns None if a signal to any process interrupted it."""
+    """Evaluate the model and record the result. Returns None if a signal interrupted it on any process."""
     run.non_finite.read()
     batch_size = run.config.per_device_eval_batch_size or run.step.batch.micro_batch
     of_tokens = partial(
@@ -197,13 +197,13 @@ def evaluate(run: TrainingRun) -> dict[str, Any] | None:
 
 
 def evaluate_or_stop(run: TrainingRun) -> None:
-    """Make up for an evaluation that a signal interrupted. Another signal stops the run."""
+    """Repeat an evaluation that a signal interrupted. Another signal stops the run."""
     if evaluate(run) is None:
         stop(run, next(filter(None, run.machine.ranks.gather(run.signals.to_error()))))
 
 
 def complete(run: TrainingRun) -> None:
-    """Finish after the last step: evaluate unless that was done, save the last checkpoint, end the records."""
+    """Finish after the last step: evaluate if not yet done, save the last checkpoint, close the records."""
     progress, max_steps = run.progress, run.plan.max_steps
     if not run.is_complete and run.is_main:
         print(f"Stopped at step {progress.step} of {max_steps}: {run.callbacks.why_stopped()}", flush=True)
@@ -215,7 +215,7 @@ def complete(run: TrainingRun) -> None:
 
 
 def stop(run: TrainingRun, fault: Exception) -> NoReturn:
-    """Save, and raise RunError, which says how to continue. Call on all processes."""
+    """Save, and raise a RunError that says how to continue. Call on all processes."""
     finish(run, fault=str(fault))
     step = run.progress.step
     lost = f"; step {step} is not saved" if run.saver.failures else ""
@@ -224,7 +224,7 @@ def stop(run: TrainingRun, fault: Exception) -> NoReturn:
 
 
 def finish(run: TrainingRun, fault: str | None = None) -> None:
-    """Save and record whatever has not been saved or recorded yet."""
+    """Save and record everything that has not been saved or recorded yet."""
     if run.progress.step not in (0, run.saver.saved_step):
         save(run, at_end=True)
     note_saved(run, wait=True, at_end=True)

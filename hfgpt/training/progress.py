@@ -13,16 +13,16 @@ from typing import Any
 class Progress:
     """Counters and newest results of a run, saved in each checkpoint."""
 
-    run_id: str = field(default_factory=lambda: uuid.uuid4().hex)  # identifies the run that a checkpoint belongs to
+    run_id: str = field(default_factory=lambda: uuid.uuid4().hex)  # of the run that a checkpoint belongs to
     step: int = 0  # finished optimizer updates
     num_input_tokens_seen: int = 0  # target tokens over all processes
-    wall_seconds: float = 0.0  # training time over all resumes, without evaluation, saving and compilation
+    wall_seconds: float = 0.0  # training time across resumes, without evaluation, saving and compilation
     skipped_rows: Counter[str] = field(default_factory=Counter)  # unusable rows of text, counted by reason
     evaluation: dict[str, Any] = field(
         default_factory=dict
     )  # the newest evaluation record, made at step `evaluation_step`
     evaluation_step: int = 0
-    evaluation_is_due: bool = False  # a signal interrupted one
+    evaluation_is_due: bool = False  # a signal interrupted an evaluation
     best_metric: float | None = None
     best_step: int | None = None
     trackers: dict[str, str] = field(default_factory=dict)  # the id of the run in each tracker

@@ -39,19 +39,19 @@ class Resumed:
     warnings: list[str]
 
     def describe(self, run: RunFolder, max_steps: int) -> str:
-        """Return what the run continues from, for the plan."""
+        """Describe what the run continues from, for the plan."""
         step = self.progress.step
         skipped = [folder.name for folder in run.checkpoints() if int(folder.name.split("-")[1]) > step]
         found = f"from {self.folder}, step {step:,}" + (f"; skipped: {', '.join(skipped)}" if skipped else "")
         return f"{found}; already finished at step {step:,}" if step >= max_steps else found
 
     def warn(self) -> None:
-        """Print which settings changed. Call when nothing refuses the run any more."""
+        """Log which settings have changed. Call once the run is certain to start."""
         for warning in self.warnings:
             logger.warning(warning)
 
     def load(self, model: PreTrainedModel, optimizer: torch.optim.Optimizer, scaler: Any, ranks: Ranks) -> None:
-        """Restore weights, optimizer and loss scaling in place. Call on all processes."""
+        """Restore weights, optimizer and loss scaler in place. Call on all processes."""
         state.load_model_and_optimizer(self.folder, model, optimizer, ranks)
         if scaler is not None and self.trainer_state["gradient_scaler"]:
             scaler.load_state_dict(self.trainer_state["gradient_scaler"])
@@ -60,7 +60,7 @@ class Resumed:
 def resume(folder: Path, run: RunFolder, plan: Plan, data: TextData, ranks: Ranks) -> Resumed:
     """Read checkpoint `folder`. Call on all processes; the main process reads the files.
 
-    Raises UserError if the run cannot continue with its present settings.
+    Raises UserError if the run cannot continue with its current settings.
     """
     config, max_steps = plan.config, plan.max_steps
     trainer, saved = ranks.from_main(lambda: [read_state(folder, name) for name in ("trainer_state", "data_state")])

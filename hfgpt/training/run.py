@@ -33,7 +33,7 @@ class Machine:
     ranks: Ranks
     accelerator: Accelerator
     precision: Precision
-    is_sharded: bool  # FSDP2: parameters and optimizer state are split over the processes
+    is_sharded: bool  # FSDP2: parameters and optimizer state are sharded over the processes
 
     def memory_setting(self, config: PretrainConfig, batch: Batch, compiled: bool = False) -> Setting:
         shares = self.ranks.world_size if self.is_sharded else 1
@@ -45,24 +45,24 @@ class TrainingRun:
     """All parts of a run."""
 
     config: PretrainConfig
-    plan: Plan  # what was decided from the settings, and why
+    plan: Plan  # what was derived from the settings, and why
     machine: Machine
     signals: StopSignals
     folder: RunFolder
     resumed: Resumed | None
     data: TextData
     batches: Generator[StepBatch, None, None]
-    position: dict[str, Any]  # in the text, after the last finished step
+    position: dict[str, Any]  # position in the text after the last finished step
     step: TrainStep
     progress: Progress
     callbacks: Callbacks
     non_finite: NonFiniteGuard
     saver: Saver
-    facts: dict[str, Any]  # what run.json holds
+    facts: dict[str, Any]  # the content of run.json
     has_started: bool = False  # the folder is locked, and records are written
     has_ended: bool = False
-    has_warned_of_report: bool = False  # that it could not be written
-    lost_output: set[str] = field(default_factory=set)  # output streams whose failure is recorded
+    has_warned_of_report: bool = False  # a failure to write the report was logged
+    lost_output: set[str] = field(default_factory=set)  # output streams whose failure has been recorded
 
     @property
     def is_main(self) -> bool:

@@ -1,4 +1,4 @@
-"""What goes into a checkpoint, the record that it was written, and the page that shows the run so far."""
+"""Save checkpoints: their content, the record that one was written, and the report of the run so far."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ logger = logging.getLogger(__name__)
 def save(run: TrainingRun, at_end: bool = False) -> None:
     """Start writing a checkpoint: a Hub model folder that is also a resume point. Call on all processes.
 
-    If the last loss was not finite, the save is postponed until one is, so that rotation does not replace a good
-    checkpoint by a broken one. At the end of the run it is saved anyway.
+    If the last loss was not finite, the save is postponed until a loss is, so that rotation does not replace a good
+    checkpoint with a broken one. At the end of the run, the checkpoint is saved anyway.
     """
     run.non_finite.read()
     run.saver.is_postponed = run.non_finite.skipped_in_a_row > 0 and not at_end
@@ -32,9 +32,9 @@ def save(run: TrainingRun, at_end: bool = False) -> None:
         return
     note_saved(run, wait=True, at_end=at_end)
     start_save(run)
-    if not (at_end or run.is_complete):  # else the end of the run writes it
-        write_report(run)  # here, as in a thread it would slow down steps, by more than it takes
-    run.callbacks.mfu.on_save(run.callbacks.args, run.callbacks.state, run.callbacks.control)  # outside its clock
+    if not (at_end or run.is_complete):  # otherwise the end of the run writes it
+        write_report(run)  # not in a thread: that would slow down steps by more time than this takes
+    run.callbacks.mfu.on_save(run.callbacks.args, run.callbacks.state, run.callbacks.control)  # outside of its clock
 
 
 def start_save(run: TrainingRun, after_failure: bool = False) -> None:
@@ -48,21 +48,21 @@ def start_save(run: TrainingRun, after_failure: bool = False) -> None:
         except Exception as error:
             if not after_failure:
                 raise
-            card = f"The model card could not be made ({first_line(error)}).\n"
+            card = f"The model card could not be created ({first_line(error)}).\n"
         write = partial(state.write_files, run.step.model, run.data.tokenizer, tensors, trainer, data, card)
         run.saver.start(run.progress.step, write, rotate=run.non_finite.skipped_in_a_row == 0)
     run.saver.saved_step = run.progress.step
 
 
 def trainer_state(run: TrainingRun) -> dict[str, Any]:
-    """Return the content of trainer_state.json: progress, and the state of everything else that must resume."""
+    """Return the content of trainer_state.json: progress, and the state of everything else that must be restored."""
     scaler = run.machine.accelerator.scaler
     run.progress.evaluation_is_due = run.callbacks.control.should_evaluate
     run.progress.wall_seconds = run.callbacks.mfu.total_seconds
     return {
         **run.progress.to_json(),
         "schedule": run.step.learning_rate.state(),
-        "random_numbers": "seeded by (seed, step, process) at every step",
+        "random_numbers": "seeded with (seed, step, process) at every step",
         "config": run.config.to_dict(),
         "choices": run.plan.choices(),
         "micro_batch": run.step.batch.micro_batch,
@@ -72,7 +72,7 @@ def trainer_state(run: TrainingRun) -> dict[str, Any]:
 
 
 def note_saved(run: TrainingRun, wait: bool = False, at_end: bool = False) -> None:
-    """Record a checkpoint that was written, or failed, since the last call."""
+    """Record a checkpoint that was written, or that failed, since the last call."""
     outcome = run.saver.collect(wait)
     record_saved(run, outcome)
     if isinstance(outcome, Path):
@@ -93,13 +93,13 @@ def record_saved(run: TrainingRun, outcome: Path | Exception | None) -> None:
 
 
 def write_report(run: TrainingRun) -> None:
-    """Write the run's report.html, on the main process. A failure is a warning, once, and tried again at the next."""
+    """Write the run's report.html, on the main process. A failure is logged once, and the next save tries again."""
     if not (run.config.report and run.is_main):
         return
     try:
         past = read_folder(run.folder.path, with_ledger=False)
         run.folder.write_report(as_page(build_report([past], compare([past]), with_plots=True)))
-    except Exception as error:  # whatever is wrong with a page, training goes on
+    except Exception as error:  # training continues, whatever is wrong with the page
         reason = getattr(error, "strerror", None) or first_line(error)
         if not run.has_warned_of_report:
             logger.warning("%s could not be written (%s); training continues without it", run.folder.report, reason)

@@ -48,7 +48,7 @@ from hfgpt.training.trackers import trackers
 
 
 def prepare(config: PretrainConfig, callbacks: Sequence[TrainerCallback], signals: StopSignals) -> TrainingRun:
-    """Build everything that the loop uses: device, text, model, optimizer, and the state of a resumed run.
+    """Build everything that the loop needs: device, text, model, optimizer, and the state of a resumed run.
 
     Call on all processes. Raises UserError, with nothing written, for a run that cannot work.
     """
@@ -66,7 +66,7 @@ def prepare(config: PretrainConfig, callbacks: Sequence[TrainerCallback], signal
 
 @contextmanager
 def _stopped_by_signals(signals: StopSignals) -> Iterator[None]:
-    """End the run at once if a signal arrives inside, with the exit code of that signal."""
+    """End the run immediately if a signal arrives inside, with the signal's exit code."""
     try:
         with signals.interruptible():
             yield
@@ -141,8 +141,8 @@ def _prepare(
 
 
 def _choose_compile(config: PretrainConfig, batch: Batch, device: torch.device, max_steps: int) -> CompileChoice:
-    """Choose whether to compile. A micro-batch is measured with the model as chosen, so it is not known yet here."""
-    is_measured = config.per_device_train_batch_size == AUTO  # the largest takes a step in one pass
+    """Choose whether to compile. An "auto" micro-batch is unknown here, because it is measured with this choice."""
+    is_measured = config.per_device_train_batch_size == AUTO  # with the largest, a step is one pass
     passes = max_steps * (1 if is_measured else batch.accumulation)
     return choose_compile(config.torch_compile, device, passes, is_measured)
 
@@ -150,7 +150,7 @@ def _choose_compile(config: PretrainConfig, batch: Batch, device: torch.device, 
 def _choose_micro_batch(
     config: PretrainConfig, machine: Machine, step: TrainStep, resumed: Resumed | None, compiled: bool
 ) -> list[str]:
-    """Set the micro-batch of a resumed run, or with "auto" the fastest. Returns lines for the plan."""
+    """Set the micro-batch: that of a resumed run, or with "auto" the fastest. Returns lines for the plan."""
     if resumed and (recorded := find_recorded_split(config, step.batch, resumed.trainer_state)):
         step.batch, line = recorded
         return [line]
@@ -187,7 +187,7 @@ def _build_callbacks(
 
 
 def _check_folder(config: PretrainConfig, folder: RunFolder) -> Path | None:
-    """Find the checkpoint to resume from. Raises UserError if the folder or the repository cannot be written."""
+    """Find the checkpoint to resume from. Raises UserError if the folder or the Hub repository cannot be written to."""
     folder.check_writable()
     folder.check_free()
     if config.push_to_hub:
@@ -208,7 +208,7 @@ def _check_sharding(config: PretrainConfig, machine: Machine) -> None:
 def _open_text(
     config: PretrainConfig, batch: Batch, resume_from: Path | None, ranks: Ranks
 ) -> tuple[PretrainConfig, TextData]:
-    """Open the text. Settings of a recipe that do not apply to the user's text are replaced by defaults."""
+    """Open the text. Recipe settings that do not apply to the user's text are replaced with defaults."""
 
     def open_for(settings: PretrainConfig) -> TextData:
         if resume_from is None:

@@ -1,7 +1,7 @@
-"""Keeps one run in a tracker over resumes: TensorBoard, Weights & Biases, trackio and MLflow.
+"""Keep a single tracker run across resumes: TensorBoard, Weights & Biases, trackio and MLflow.
 
-metrics.jsonl decides what a tracker's run should hold. When training begins, the tracker gets the records that it
-lacks, such as logs that waited in a queue when the process was killed. Repeated steps that it already has are not sent
+metrics.jsonl determines what a tracker's run should contain. When training begins, the tracker gets the records that it
+lacks, such as logs that were still queued when the process was killed. Repeated steps that it already has are not sent
 again. Other trackers start a new run at each resume.
 """
 
@@ -29,11 +29,11 @@ from hfgpt.training.resume import Resumed
 
 logger = logging.getLogger(__name__)
 
-# Keys that every training log and every evaluation log has, always with a number.
+# Keys with a number in every training log and every evaluation log.
 KINDS = ("learning_rate", "eval_tokens")
-Mark = tuple[int, str]  # a log: its step and its kind
+Mark = tuple[int, str]  # identifies a log: its step and its kind
 
-# With another value, repeated steps have other results.
+# If one of these changes, repeated steps have different results.
 OF_TRAINING = {
     "learning_rate", "min_learning_rate", "lr_scheduler_type", "lr_schedule_on_resume", "warmup_steps", "weight_decay",
     "muon_learning_rate", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm",
@@ -46,11 +46,11 @@ def mark_of(step: int, logs: dict[str, Any]) -> Mark | None:
 
 @dataclass(frozen=True)
 class Earlier:
-    """What a resumed run recorded before: up to its checkpoint, and the later steps that it repeats."""
+    """What a resumed run recorded earlier: up to its checkpoint, and the later steps that it repeats."""
 
     step: int = 0  # of the checkpoint
     records: Sequence[dict[str, Any]] = ()  # training and evaluation records, before the later ones are dropped
-    has_changed: bool = False  # repeated steps have other results
+    has_changed: bool = False  # repeated steps have different results
 
     @classmethod
     def of(cls, resumed: Resumed | None) -> Earlier:
@@ -69,8 +69,8 @@ class Earlier:
 
 
 class Opened(NamedTuple):
-    run_id: str  # finds the run again; harmless, as it is kept in checkpoints
-    sent: set[Mark | None]  # logs that the run already has
+    run_id: str  # identifies the run; harmless, and kept in checkpoints
+    sent: set[Mark | None]  # logs that the tracker's run already has
 
 
 # Each opens the tracker's run `run_id` (None: a new one). `begin(args)` calls the callback's own `on_train_begin`.
@@ -78,11 +78,11 @@ Begin = Callable[[Any], Any]
 
 
 def open_tensorboard(callback: Any, args: Any, run_id: str | None, earlier: Earlier, begin: Begin) -> Opened:
-    """The id is the name of the folder in `output_dir/runs`, unless TENSORBOARD_LOGGING_DIR names a folder."""
+    """The id is the name of the folder in `output_dir/runs`, unless TENSORBOARD_LOGGING_DIR is set."""
     name = run_id or time.strftime("%Y-%m-%d_%H-%M-%S")
     folder = Path(callback.logging_dir or Path(args.output_dir, "runs", name))
     continues = run_id is not None and any(folder.glob("events.*"))
-    # Readers drop what was written before of this step and later ones.
+    # Readers drop what was written earlier for this step and later ones.
     purge_step = earlier.step + 1 if continues else None
     callback.tb_writer = callback._SummaryWriter(str(folder), purge_step=purge_step)
     begin(args)
@@ -93,11 +93,11 @@ _opened_in_wandb: set[str] = set()
 
 
 def open_wandb(callback: Any, args: Any, run_id: str | None, earlier: Earlier, begin: Begin) -> Opened:
-    """WANDB_RUN_ID and WANDB_RESUME win, and so does a run that the user has opened."""
+    """WANDB_RUN_ID and WANDB_RESUME take precedence, and so does a run that the user has opened."""
     import wandb
 
     if wandb.run is not None and wandb.run.id in _opened_in_wandb:
-        wandb.finish()  # of another Pretrainer in this process
+        wandb.finish()  # opened by another Pretrainer in this process
     if wandb.run is None:
         own = wandb.init(
             project=os.getenv("WANDB_PROJECT", "huggingface"),
@@ -107,20 +107,20 @@ def open_wandb(callback: Any, args: Any, run_id: str | None, earlier: Earlier, b
         )
         _opened_in_wandb.add(own.id)
     begin(args)
-    # What the server has. Offline nothing is known, so that the newest folder of an offline run has all of it.
+    # What the server has. Offline this is unknown, so everything is sent, and the newest folder of the run is complete.
     last = wandb.run.summary.get("train/global_step")
     return Opened(wandb.run.id, set() if last is None else earlier.marks(last))
 
 
 def open_trackio(callback: Any, args: Any, run_id: str | None, earlier: Earlier, begin: Begin) -> Opened:
-    """The id is the run's name, because trackio finds runs by name; so names must differ."""
+    """The id is the run's name, because trackio finds runs by name; so names must be unique."""
     from trackio import context_vars
     from trackio.sqlite_storage import SQLiteStorage
 
     named = copy.copy(args)
     named.run_name = run_id or f"{args.run_name}-{secrets.token_hex(3)}"
     begin(named)
-    if context_vars.current_server.get() is not None:  # a Space or server, which has no list of logs
+    if context_vars.current_server.get() is not None:  # a Space or server, which cannot list its logs
         return Opened(named.run_name, earlier.marks() if run_id else set())
     rows = SQLiteStorage.get_logs(args.project, named.run_name)
     kinds = {"train/learning_rate": KINDS[0], "eval/tokens": KINDS[1]}
@@ -130,13 +130,13 @@ def open_trackio(callback: Any, args: Any, run_id: str | None, earlier: Earlier,
 
 
 def open_mlflow(callback: Any, args: Any, run_id: str | None, earlier: Earlier, begin: Begin) -> Opened:
-    """MLFLOW_RUN_ID wins, and so does a run that the user has opened."""
+    """MLFLOW_RUN_ID takes precedence, and so does a run that the user has opened."""
     import mlflow
 
     client = mlflow.MlflowClient()
     is_chosen = bool(os.getenv("MLFLOW_RUN_ID") or mlflow.active_run())
     if run_id and not is_chosen and _exists_in_mlflow(client, run_id):
-        # The run has its parameters already, and MLflow refuses other values.
+        # The run already has its parameters, and MLflow rejects other values.
         with patch_environment(MLFLOW_RUN_ID=run_id, MLFLOW_MAX_LOG_PARAMS="0"):
             begin(args)
     else:
@@ -171,7 +171,7 @@ class KeptRun:
     """A tracker's callback that continues its run. Other events and attributes are the callback's own."""
 
     def __init__(self, name: str, callback: TrainerCallback, run_ids: dict[str, str], earlier: Earlier) -> None:
-        """run_ids: by tracker, as the checkpoint has them; the run that is opened is added."""
+        """run_ids: by tracker, from the checkpoint; the run that is opened is added."""
         self.name, self.callback, self.run_ids, self.earlier = name, callback, run_ids, earlier
         self.sent: set[Mark | None] = set()
 
@@ -183,7 +183,7 @@ class KeptRun:
             self.callback.on_train_begin(args, state, control, **kwargs)
 
         earlier, run_id = self.earlier, self.run_ids.get(self.name)
-        # TensorBoard alone can replace what it has.
+        # Only TensorBoard can replace what it has.
         if run_id and self.name != "tensorboard" and earlier.is_repeated and earlier.has_changed:
             message = "report_to=%s: starting a new run, because the settings of the steps after %d have changed"
             logger.warning(message, self.name, earlier.step)
@@ -202,7 +202,7 @@ class KeptRun:
 
 
 def keep_runs(callbacks: Sequence[TrainerCallback], progress: Progress, resumed: Resumed | None) -> list[Any]:
-    """Return the trackers' `callbacks`, made to continue their runs where the tracker can. Call on the main process."""
+    """Make the trackers' `callbacks` continue their runs where the tracker supports it. Call on the main process."""
     earlier = Earlier.of(resumed)
     names = {INTEGRATION_TO_CALLBACK[name]: name for name in OPEN}
     return [

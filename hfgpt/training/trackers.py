@@ -21,12 +21,12 @@ def tracker_names(report_to: str) -> list[str]:
 
 
 TRACKER_EXTRAS = ("tensorboard", "wandb", "trackio", "mlflow")
-# Modules (one of them must be installed) and packages of trackers, if they do not have the name of the tracker.
+# Modules (one of them must be installed) and packages of trackers, where they differ from the tracker's name.
 _MODULES = {
     "tensorboard": ("tensorboard", "tensorboardX"),
     "azure_ml": ("azureml",),
     "flyte": ("flytekit",),
-    "kubeflow": ("transformers",),  # has no package of its own
+    "kubeflow": ("transformers",),  # has no package
 }
 _PACKAGES = {"azure_ml": "azureml-core", "comet_ml": "comet-ml", "flyte": "flytekit"}
 
@@ -48,7 +48,7 @@ def trackers(report_to: str) -> list[TrainerCallback]:
         else:
             try:
                 found.append(INTEGRATION_TO_CALLBACK[name]())
-            except Exception as error:  # trackers fail in many ways when they start
+            except Exception as error:  # trackers raise many types of errors when they start
                 reason = " ".join(str(error).split()) or type(error).__name__
                 problems.append(f"report_to={name}: cannot start: {reason}")
     if problems:
