@@ -292,7 +292,7 @@ def test_batch_arithmetic():
 
 def test_a_run_has_one_length():
     assert "max_steps and max_tokens are both given" in problems("--max_steps", "3", "--max_tokens", "5")[0]
-    with pytest.raises(UserError, match="nothing given"):
+    with pytest.raises(UserError, match="no length is given"):
         PretrainConfig()
     config = read("--num_train_epochs", "2")  # the command line's length replaces the recipe's
     assert (config.max_steps, config.num_train_epochs) == (None, 2.0)
@@ -395,7 +395,7 @@ def test_what_is_stated_and_what_a_recipe_says_alone_must_go_together(recipe, st
 
 def test_missing_or_broken_yaml(tmp_path):
     assert "nowhere.yaml" in problems("--config", "nowhere.yaml")[0]
-    assert "give --config FILE.yaml" in problems("--config")[0]
+    assert "use --config FILE.yaml" in problems("--config")[0]
     path = tmp_path / "broken.yaml"
     path.write_text("a: [1\n")
     assert "not YAML" in problems("--config", str(path))[0]

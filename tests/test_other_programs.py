@@ -125,7 +125,7 @@ def test_verify_names_what_gives_a_batch_of_prompts_wrong_text(tmp_path):
     del stated["pad_token"], stated["model_input_names"]
     path.write_text(json.dumps({**stated, "padding_side": "right"}))
     problems = "; ".join(verify(tmp_path)["problems"])
-    assert all(named in problems for named in ("pads at the right", "no pad token", "token_type_ids"))
+    assert all(named in problems for named in ("pads on the right", "no pad token", "token_type_ids"))
 
 
 @pytest.mark.parametrize("tied", [True, False])

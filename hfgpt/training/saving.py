@@ -62,7 +62,7 @@ def trainer_state(run: TrainingRun) -> dict[str, Any]:
     return {
         **run.progress.to_json(),
         "schedule": run.step.learning_rate.state(),
-        "random_numbers": "seeded with (seed, step, process) at every step",
+        "random_numbers": "seeded by (seed, step, process) at every step",
         "config": run.config.to_dict(),
         "choices": run.plan.choices(),
         "micro_batch": run.step.batch.micro_batch,

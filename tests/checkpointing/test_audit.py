@@ -68,7 +68,7 @@ def test_what_is_not_as_recorded_is_found(tmp_path, document_folder):
         (run / "ledger.jsonl").write_text(whole)
     with open(document_folder / "0.jsonl", "a") as file:
         file.write('{"text": "one more"}\n')
-    assert any("no longer that of the run" in problem for problem in audit(run)["problems"])
+    assert any("the text has changed since the run" in problem for problem in audit(run)["problems"])
 
 
 def test_repeats_and_leaks_of_a_faulty_stream_are_found(tmp_path, document_folder, monkeypatch):

@@ -200,7 +200,7 @@ def in_half(tensors):
 @pytest.mark.parametrize(
     ("damage", "named"),
     [
-        (edit("trainer_state", lambda state: []), "trainer_state.json is not as this version writes it"),
+        (edit("trainer_state", lambda state: []), "trainer_state.json is not valid for this version"),
         (edit("trainer_state", lambda state: {**state, "step": "4"}), r"\(step\)"),
         (edit("trainer_state", lambda state: {**state, "schedule": {"curve_steps": "x"}}), "schedule"),
         (edit("trainer_state", lambda state: {**state, "evaluation": {"eval_loss": 1}}), "evaluation"),
@@ -252,7 +252,7 @@ def test_copies_named_as_later_checkpoints_are_not_used(config, tmp_path, caplog
     (deep / MANIFEST).write_text("[" * 200_000)
     resumed = trained(config(resume_from_checkpoint="latest"))
     assert resumed.resumed.folder.name == "checkpoint-4"
-    assert "checkpoint-50 is skipped (it is a copy of checkpoint-2); trying the checkpoint before it" in caplog.text
+    assert "checkpoint-50 is skipped (it is a copy of checkpoint-2); trying the previous checkpoint" in caplog.text
     assert "checkpoint-60 is skipped (manifest.json is unreadable" in caplog.text
 
 

@@ -27,9 +27,12 @@ KINDS = {
     "array_compressed.json.gz": (gzip.compress(json.dumps(ROWS, indent=1).encode()), "is a JSON array"),
     "array_with_mark.json": ("\ufeff \n" + json.dumps(ROWS, indent=2), "is a JSON array"),
     "array_long.json": (json.dumps([{"text": "x" * 3_000_000}, {"text": "y"}], indent=1), "is a JSON array"),
-    "object_indented.json": (json.dumps({"text": "one", "n": [1, 2]}, indent=2), "JSON object over several lines"),
-    "objects_indented.jsonl": ("\n".join(json.dumps(row, indent=1) for row in ROWS), "over several lines"),
-    "object_of_rows.json": ('{"rows": [\n' + ",\n".join(map(json.dumps, ROWS)) + "\n]}", "over several lines"),
+    "object_indented.json": (
+        json.dumps({"text": "one", "n": [1, 2]}, indent=2),
+        "JSON object that spans several lines",
+    ),
+    "objects_indented.jsonl": ("\n".join(json.dumps(row, indent=1) for row in ROWS), "spans several lines"),
+    "object_of_rows.json": ('{"rows": [\n' + ",\n".join(map(json.dumps, ROWS)) + "\n]}", "spans several lines"),
     "texts.jsonl": (json.dumps(["one", "two"]), "its line is not a JSON object"),
     "python.jsonl": ("{'text': 'a'}\n{'text': 'b'}\n", "none of its first 2 lines is a JSON object"),
     "plain.jsonl": ("Once upon a time\nthere was plain text.\n", "none of its first 2 lines"),
@@ -100,14 +103,14 @@ def test_a_folder_of_save_to_disk_is_reported_with_the_fix(tmp_path):
     one.save_to_disk(str(tmp_path / "one"))
     datasets.DatasetDict({"train": one}).save_to_disk(str(tmp_path / "splits"))
     for dataset in ("one", "splits", "."):
-        with pytest.raises(UserError, match=r"is Arrow, which is not read; .*datasets.Dataset.from_file\("):
+        with pytest.raises(UserError, match=r"is Arrow, which is not supported; .*datasets.Dataset.from_file\("):
             open_source(str(tmp_path / dataset))
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("a.csv", r"is CSV, which is not read; convert it, for example pandas.read_csv\('a.csv'\)"),
+        ("a.csv", r"is CSV, which is not supported; convert it, for example pandas.read_csv\('a.csv'\)"),
         ("a.tsv", "sep="),
         ("a.csv.gz", "is CSV"),
         ("a.jsonl.zst", "compressed with zstd.*zstd -d"),

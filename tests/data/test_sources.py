@@ -67,7 +67,7 @@ def test_a_split_on_the_hub_without_readable_files_is_refused_with_the_fix(monke
     files = ["hf://datasets/user/tables@c0ffee/data/a.csv"]
     monkeypatch.setattr("hfgpt.data.sources.hub_files", lambda *_: (files, "c0ffee"))
     with pytest.raises(
-        UserError, match=r"file in split train; a\.csv is CSV, which is not read; convert it, for example"
+        UserError, match=r"file in split train; a\.csv is CSV, which is not supported; convert it, for example"
     ):
         open_source("user/tables")
 

@@ -415,7 +415,7 @@ def test_changed_settings_are_named(stream):
     for named in (
         ": seed (1 then, 2 now); tokens_per_step, in blocks of sequence_length (64 then, 32 now)",
         "; dataset hash (y then, x now)",
-        "dataset_name (None then, en now); eval_dataset or the rule to hold out (last tenth then, other now)",
+        "dataset_name (None then, en now); eval_dataset or the hold-out rule (last tenth then, other now)",
     ):
         assert named in str(error.value)
 
@@ -473,5 +473,5 @@ def test_training_random_state_is_left_alone(tmp_path):
 @pytest.mark.parametrize(("then", "now", "named"), [(1, None, "is gone"), (None, 1, "is new"), (1, 2, "changed")])
 def test_a_file_that_changed_since_is_named(then, now, named):
     stream = SimpleNamespace(fingerprint={"dataset.file a.b.jsonl": now}, streams=1)
-    with pytest.raises(UserError, match=rf"of this run: file a\.b\.jsonl {named};"):
+    with pytest.raises(UserError, match=rf"order has changed: file a\.b\.jsonl {named};"):
         resumed_position(stream, {"dataset.file a.b.jsonl": then}, {"epoch": 0, "block": 0})

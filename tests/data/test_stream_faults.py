@@ -125,7 +125,7 @@ def test_faults_on_a_fifth_of_the_requests_change_nothing(repositories, tmp_path
 @pytest.mark.slow
 def test_a_refusal_is_told_at_once_with_the_way_out(repositories, tmp_path):
     for kind, on, named in (
-        ("404", r"GET .*002_00000", "is refused"),
+        ("404", r"GET .*002_00000", "cannot be opened"),
         ("403", FILES, "gated dataset"),
         ("401", r"/api/datasets/user/fineweb", "not usable from the Hub"),
     ):

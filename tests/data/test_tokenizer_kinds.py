@@ -136,7 +136,7 @@ def test_encoding_is_complete_or_what_it_lacks_is_counted(kind, capsys):
 def test_bits_per_byte_are_over_the_bytes_of_the_text_or_null_with_a_reason(kind):
     [record] = records(kind.run, "eval_loss")
     if kind.kind in LOSSY:
-        assert record["eval_bits_per_byte"] is None and "bits per byte: null, as the tokenizer does not" in plan(
+        assert record["eval_bits_per_byte"] is None and "bits per byte: null, because the tokenizer does not" in plan(
             kind.run
         )
         return
@@ -242,7 +242,7 @@ def test_bytes_without_a_token_are_counted_in_a_stream_and_over_a_resume(tmp_pat
     each = sum(byte in lacking for byte in texts[0].encode())  # two of é, three of €, and some letters
     assert whole["dropped_bytes"] == each * whole["changed_documents"] > 0
     assert count("resumed", 3, 6)[:2] == (whole, ledger)
-    assert "bits per byte: null, as the tokenizer does not represent" in told
+    assert "bits per byte: null, because the tokenizer does not represent" in told
 
 
 def test_dropout_of_merges_is_off(tmp_path):

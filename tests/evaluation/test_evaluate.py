@@ -347,6 +347,8 @@ def test_a_task_and_a_record_from_the_command_line(tmp_path, document_folder, mo
     (checkpoint.parent / "evaluations.jsonl").mkdir()
     recorded = ["--dataset", str(task), "--limit", "6", "--json", "--record"]
     monkeypatch.setattr("sys.argv", ["hfgpt", "evaluate", str(checkpoint), "--task", "hellaswag", *recorded])
-    with pytest.raises(UserError, match=r"evaluations.jsonl: cannot be written .*, so nothing was recorded; fix that"):
+    with pytest.raises(
+        UserError, match=r"evaluations.jsonl: cannot be written .*, so nothing was recorded; make it writable"
+    ):
         cli.run_app()
     assert json.loads(capsys.readouterr().out)["examples"] == 6  # the result is not lost

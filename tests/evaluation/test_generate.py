@@ -393,7 +393,7 @@ def test_standard_input_closed_or_named_twice_is_refused_and_ctrl_c_has_its_code
         cli.run_app()
     monkeypatch.setattr("sys.argv", ["hfgpt", "generate", str(checkpoint), "--prompt", "-", "--prompt", "-"])
     monkeypatch.setattr("sys.stdin", io.StringIO("hello\n"))
-    with pytest.raises(UserError, match="prompt -: stands for standard input, which can be read only once"):
+    with pytest.raises(UserError, match="prompt -: standard input can be read only once"):
         cli.run_app()
 
     def interrupted(*_, **__):

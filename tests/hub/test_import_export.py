@@ -106,7 +106,7 @@ def test_padded_rows_are_left_out_and_other_numbers_refused(tmp_path, characters
 def test_without_a_tokenizer_the_model_alone_is_written_and_reported(tmp_path):
     checkpoint = write_checkpoint(tmp_path / "ckpt.pt", random_state())
     report = "\n".join(import_nanogpt(checkpoint, tmp_path / "model", None, None))
-    assert "holds only the model, with all its 24 rows" in report and "without a tokenizer" in report
+    assert "contains only the model, with all its 24 rows" in report and "without a tokenizer" in report
     assert stock_logits(tmp_path / "model").shape == (2, 15, 24)
     with pytest.raises(UserError, match=r"no tokenizer\.json"):
         load_checkpoint(tmp_path / "model")
@@ -158,14 +158,14 @@ WTE, PROJECTION = "transformer.wte.weight", "transformer.h.1.attn.c_proj.weight"
         (without(PROJECTION), {}, f"{PROJECTION} is missing"),
         (without(WTE), {}, f"{WTE} is missing"),
         (without("transformer.ln_f.bias"), {}, "transformer.ln_f.bias is missing"),
-        (changed(PROJECTION, lambda value: value[:5]), {}, r"c_proj.weight has the shape \(5, 32\)"),
+        (changed(PROJECTION, lambda value: value[:5]), {}, r"c_proj.weight has shape \(5, 32\)"),
         (changed(PROJECTION, lambda value: value * torch.nan), {}, "c_proj.weight contains NaN or infinity"),
         (changed(PROJECTION, lambda value: value.int()), {}, "c_proj.weight is not a tensor of floating-point"),
         (changed(WTE, lambda value: "text"), {}, f"{WTE} is not a tensor"),
         (lambda state: {**state, "transformer.h.0.rotary": torch.ones(3)}, {}, "no transformer.h.0.rotary"),
-        (dict, {"n_layer": 10**9}, "n_layer=1000000000, but there are tensors of 2 layers"),
+        (dict, {"n_layer": 10**9}, "n_layer=1000000000, but the tensors are those of 2 layers"),
         (dict, {"n_head": 5}, "n_embd=32 is not divisible by model.n_head=5"),
-        (dict, {"vocab_size": 50304}, r"wte.weight has the shape \(24, 32\), and by model_args it is \(50304, 32\)"),
+        (dict, {"vocab_size": 50304}, r"wte.weight has shape \(24, 32\), but model_args implies \(50304, 32\)"),
         (dict, {"vocab_size": "many"}, "vocab_size=many"),
     ],
 )
@@ -193,9 +193,9 @@ def test_nothing_is_overwritten(tmp_path):
     (tmp_path / "model").mkdir()
     (tmp_path / "link").symlink_to("nowhere")
     for name in ("model", "link"):
-        with pytest.raises(UserError, match="exists already"):
+        with pytest.raises(UserError, match="already exists"):
             import_nanogpt(checkpoint, tmp_path / name, None, None)
-        with pytest.raises(UserError, match="exists already"):
+        with pytest.raises(UserError, match="already exists"):
             export(tmp_path, tmp_path / name)
 
 
@@ -267,7 +267,7 @@ def test_float16_that_would_overflow_and_broken_checkpoints_are_refused(tmp_path
     model.transformer.ln_f.weight.data[3] = -70000.0
     model.save_pretrained(tmp_path / "model")
     save_tokenizer(tokenizer, tmp_path / "model")
-    with pytest.raises(UserError, match=r"transformer\.ln_f\.weight holds 70000, above its 65504"):
+    with pytest.raises(UserError, match=r"transformer\.ln_f\.weight contains 70000, above the limit of 65504"):
         export(tmp_path / "model", tmp_path / "out", "float16")
     export(tmp_path / "model", tmp_path / "out", "bfloat16")
     (tmp_path / "out" / "README.md").write_text("changed")

@@ -213,7 +213,7 @@ def test_a_lasting_fault_is_one_line_with_the_fix(folder, client, verified, kind
 @pytest.mark.parametrize(
     ("damage", "named"),
     [
-        (rewrite(louder), "recorded was"),
+        (rewrite(louder), "was recorded"),
         (lambda folder: (folder / "tokenizer.json").unlink(), "tokenizer.json is missing"),
         (lambda folder: edit(folder / "config.json", dtype="bfloat16"), "bfloat16"),
     ],
@@ -235,12 +235,12 @@ def test_branch_tag_and_private_are_what_they_say(folder, client, verified):
         hub.push(folder, "tiny", revision="dev", tag="v1")  # a name alone is the user's
         name = "models/me/tiny"
         assert server.files(name, "dev").keys() >= PUSHED and server.files(name).keys() == {".gitattributes"}
-        with pytest.raises(RunError, match="is public, and nothing was pushed"):
+        with pytest.raises(RunError, match="is public, so nothing was pushed"):
             hub.push(folder, "me/tiny", private=True)
         assert server.count("POST .*/commit/") == 1
         with pytest.raises(RunError, match="but tag v1 already names commit"):
             hub.push(folder, "me/tiny", tag="v1")
-        with pytest.raises(RunError, match=r"403 .*may write to other/tiny"):
+        with pytest.raises(RunError, match=r"403 .*write access to other/tiny"):
             hub.push(folder, "other/tiny")
         with pytest.raises(UserError, match=r"license=homemade.* must be one of"):
             hub.push(folder, "me/tiny", license="homemade")
@@ -281,7 +281,7 @@ def test_a_file_that_is_not_of_the_checkpoint_stays_even_under_a_name_of_the_mod
     assert hub._files(folder, "me/tiny", None, None, None).keys() == PUSHED
 
 
-@pytest.mark.parametrize("reason", [None, "the text is no longer that of the run: held_out differs"])
+@pytest.mark.parametrize("reason", [None, "the text has changed since the run: held_out differs"])
 def test_a_loss_that_could_not_be_checked_is_named(folder, client, monkeypatch, caplog, reason):
     monkeypatch.setattr(hub, "verify", lambda folder: {"problems": [], "loss_not_checked": reason})
     with HubServer({}, token=TOKEN) as server:
@@ -297,10 +297,12 @@ def test_other_weights_in_the_repository_are_reported(folder, client, verified, 
         api.create_repo("me/tiny")
         api.upload_file(path_or_fileobj=b"old", path_in_repo="model-00001-of-00002.safetensors", repo_id="me/tiny")
         hub.push(folder, "me/tiny")
-    assert "me/tiny also holds ['model-00001-of-00002.safetensors']" in caplog.text
+    assert "me/tiny also contains ['model-00001-of-00002.safetensors']" in caplog.text
 
 
-@pytest.mark.parametrize(("name", "expected"), [("a/b/c", "name it user/name"), ("me/ti ny", "name it user/name")])
+@pytest.mark.parametrize(
+    ("name", "expected"), [("a/b/c", "give it as user/name"), ("me/ti ny", "give it as user/name")]
+)
 def test_wrong_names_are_refused_before_anything(folder, client, name, expected):
     with HubServer({}, token=TOKEN) as server:
         client(server)
@@ -352,10 +354,10 @@ def test_a_push_that_fails_leaves_a_finished_run(config, client, verified):
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"hub_model_id": "a/b/c"}, "name it user/name"),
+        ({"hub_model_id": "a/b/c"}, "give it as user/name"),
         ({"hub_license": "homemade"}, "license"),
         ({"hub_license": "mit", "hub_language": "en, english"}, "language"),
-        ({"role": "read"}, "may only read"),
+        ({"role": "read"}, "is read-only"),
         ({"token": "hf_OTHER"}, "hf auth login"),
         ({"offline": True}, "HF_HUB_OFFLINE"),
     ],

@@ -85,12 +85,12 @@ def surprising(folder):
     [
         (rewrite(without), ["missing keys: ['transformer.h.0.ln_1.weight']"]),
         (rewrite(narrower), ["mismatched keys", "transformer.ln_f.bias"]),
-        (rewrite(louder), ["recorded was"]),
+        (rewrite(louder), ["was recorded"]),
         (
             surprising,
             [
                 *("finite is False", "declared_dtype bfloat16", "model_max_length 64", "pad_token_id is 3"),
-                *("eos_token_id is 5 in generation_config.json", "tokenizer_config.json asks for code from elsewhere"),
+                *("eos_token_id is 5 in generation_config.json", "tokenizer_config.json requires code from elsewhere"),
             ],
         ),
         (lambda folder: (folder / "tokenizer.json").unlink(), ["tokenizer.json is missing"]),
@@ -157,4 +157,4 @@ def test_a_recorded_loss_changed_by_hand_is_found_by_one_process(of_two):
     edit(state, evaluation={**evaluation, "eval_loss": evaluation["eval_loss"] / 2})
     sealed(of_two / "checkpoint-4")
     facts = verify(of_two / "checkpoint-4")
-    assert any("recorded was" in problem for problem in facts["problems"]) and "loss_not_checked" not in facts
+    assert any("was recorded" in problem for problem in facts["problems"]) and "loss_not_checked" not in facts

@@ -125,7 +125,7 @@ def test_a_step_must_be_stated(monkeypatch, capsys):
         ({"sequence_length": "2048"}, "sequence_length=2048 is above the model's n_positions=1024"),
         ({"device": "Tesla T4", "mixed_precision": "bf16"}, "Tesla T4 has no bf16; use fp16"),
         ({"device": "NVIDIA GeForce RTX 3080"}, "memory_gib: not given, and the memory of NVIDIA GeForce RTX 3080"),
-        ({"device": "Tesla T4", "processes": 2, "fsdp": True}, "does not go with the loss scaling of fp16"),
+        ({"device": "Tesla T4", "processes": 2, "fsdp": True}, "does not work with fp16"),
         ({"model": '{"size": "gpt2-40m", "vocab_size": 300}', "vocab_size": 200}, "model.vocab_size=300"),
         ({"model": "{oops"}, "model={oops"),
     ],

@@ -99,7 +99,7 @@ def test_a_micro_batch_found_by_measurement_is_kept_over_a_resume(config, monkey
     assert resumed.step.batch == whole.step.batch == expected
     assert same_weights(whole, resumed) and hashes(whole) == hashes(resumed)
     assert resumed.plan.batch == resumed.step.batch and resumed.plan.compile == whole.plan.compile
-    assert f"micro-batch: {whole.step.batch.micro_batch}, as in this run before" in resumed.plan.text
+    assert f"micro-batch: {whole.step.batch.micro_batch}, as before in this run" in resumed.plan.text
     other = {**cut, "tokens_per_step": 512, "max_steps": 5, "accept_changed_text": True}
     larger = trained(config("cut", resume_from_checkpoint="latest", **other))
     assert larger.step.batch == Batch(16, 16, 2, 1)  # another step is measured again

@@ -245,7 +245,7 @@ def test_a_disk_that_is_full_from_the_start_is_one_line_and_no_run(config, capsy
     settings = config()
     monkeypatch.setattr("hfgpt.checkpointing.run_folder.os.fsync", full)
     code, lines = ending(capsys, Pretrainer(settings).train)
-    named = f"error: output_dir={settings.output_dir}: No space left on device; choose a folder that can be written"
+    named = f"error: output_dir={settings.output_dir}: No space left on device; choose a writable folder"
     assert (code, lines) == (2, [named])
     assert [path.name for path in Path(settings.output_dir).iterdir()] == [".lock"]
 
@@ -501,14 +501,14 @@ def test_a_launcher_that_has_died_meanwhile_ends_the_process(monkeypatch):
 @pytest.mark.parametrize(
     ("environment", "named"),
     [
-        ({"RANK": "1"}, "RANK=1 does not fit: WORLD_SIZE is not set"),
-        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 does not fit: WORLD_SIZE=2"),
+        ({"RANK": "1"}, "RANK=1 is not from 0 to WORLD_SIZE - 1 (WORLD_SIZE is not set)"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 is not from 0 to WORLD_SIZE - 1 (WORLD_SIZE=2)"),
         ({"RANK": "-1", "WORLD_SIZE": "2"}, "RANK=-1"),
         ({"RANK": "first", "WORLD_SIZE": "2"}, "RANK=first: not a whole number"),
         ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2, but RANK is not set"),
         ({"WORLD_SIZE": "0"}, "WORLD_SIZE=0: below 1"),
         ({"WORLD_SIZE": ""}, "WORLD_SIZE=: not a whole number"),
-        ({"LOCAL_RANK": "3"}, "LOCAL_RANK=3 does not fit"),
+        ({"LOCAL_RANK": "3"}, "LOCAL_RANK=3 is not from 0 to"),
     ],
 )
 def test_an_environment_that_does_not_fit_is_one_line(config, monkeypatch, capsys, environment, named):
@@ -556,5 +556,5 @@ def test_a_run_folder_that_cannot_be_is_one_line(config, capsys, tmp_path, kind)
 
     code, lines = ending(capsys, run)
     assert code == 2 and len(lines) == 1 and lines[0].startswith("error: output_dir="), lines
-    assert re.search("choose a folder that can be written|give a(nother)? path", lines[0]), lines
+    assert re.search("choose a writable folder|give a(nother)? path", lines[0]), lines
     assert not (tmp_path / "nowhere").exists()

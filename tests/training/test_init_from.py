@@ -89,7 +89,7 @@ def test_parameters_are_float32_and_old_buffers_and_padding_are_left_behind(begu
     state = prepared(settings(init_from=str(tmp_path / "half"))).step.model.state_dict()
     assert {value.dtype for value in state.values()} == {torch.float32}
     assert all(state[name].equal(value.float()) for name, value in to_parameter_names(tensors).items())
-    with pytest.raises(UserError, match="only a model, from which --init_from starts a run"):
+    with pytest.raises(UserError, match="only a model; to start a run from its weights, use --init_from"):
         trained(settings(resume_from_checkpoint=str(tmp_path / "half")))
 
 
@@ -99,7 +99,7 @@ def test_a_nanogpt_checkpoint_goes_on_with_a_stated_tokenizer(config, tmp_path):
     text.write_text("\n abcdefghijklmnopqrstu." * 50)
     state = random_state()
     checkpoint = str(write_checkpoint(tmp_path / "ckpt.pt", state, "_orig_mod."))
-    with pytest.raises(UserError, match="no tokenizer of its own; state --tokenizer"):
+    with pytest.raises(UserError, match="no tokenizer of its own; set --tokenizer"):
         trained(settings(dataset=str(text), init_from=checkpoint))
     run = prepared(settings(dataset=str(text), init_from=checkpoint, tokenizer="char"))
     ids = torch.arange(16)[None]
@@ -112,7 +112,7 @@ def test_a_nanogpt_checkpoint_goes_on_with_a_stated_tokenizer(config, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"model": {"n_layer": 3}}, r"model\.n_layer=3: init_from=.* has 2; leave model out"),
+        ({"model": {"n_layer": 3}}, r"model\.n_layer=3: init_from=.* has 2; leave out model"),
         ({"model": "char-cpu"}, r"n_layer=4: .*; .*n_embd=128: "),
         ({"sequence_length": 33}, "sequence_length=33: is above the 32 positions of init_from"),
         ({"tokenizer": "bpe-300"}, "tokenizer=bpe-300: a newly trained tokenizer does not fit"),

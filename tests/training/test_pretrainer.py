@@ -150,7 +150,7 @@ def test_records_are_complete_and_rising(config):
 
 def test_sizes_far_beyond_the_machine_are_refused_before_the_text_is_read(config):
     for changes in ({"per_device_train_batch_size": 10**8}, {"gradient_accumulation_steps": 10**9}):
-        with pytest.raises(UserError, match=r"needs some [\d,]+ GiB, and the device has"):
+        with pytest.raises(UserError, match=r"needs about [\d,]+ GiB, but the device has"):
             Pretrainer(config(dataset="nowhere.txt", **changes)).train()
 
 
