@@ -195,7 +195,7 @@ def test_a_file_of_settings_says_what_stands_in_it(tmp_path):
     assert (config.run_name, config.hub_language, config.dataset_revision) == ("1.10", "no", "1234567e5")
     assert config.torch_compile is False and config.eval_tokens is None
     path.write_text("seed: 1\nmodel: {size: char-cpu, n_layer: 2, n_layer: 3}\n")
-    assert "n_layer is stated twice" in problems("--config", str(path))[0]
+    assert "n_layer is set twice" in problems("--config", str(path))[0]
 
 
 @pytest.mark.parametrize(

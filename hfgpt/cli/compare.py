@@ -21,7 +21,7 @@ def compare(
         Path | None,
         typer.Option(
             "--output",
-            help="Report: one page (.html), Markdown with PNG plots beside it (.md), or only the loss curve (.png).",
+            help="Report: one page (.html), Markdown with PNG plots next to it (.md), or only the loss curve (.png).",
             parser=path,
         ),
     ] = None,

@@ -129,7 +129,7 @@ def score_text(
     return {
         **loss_metrics(nll or 0.0, scored_tokens, text.scored_bytes),
         **text.facts,
-        **({"joined": f"{text.facts['joined']}, each seeing itself alone"} if is_masked else {}),
+        **({"joined": f"{text.facts['joined']}, each attending only to itself"} if is_masked else {}),
         "scored_tokens": scored_tokens,
         "scored_bytes": text.scored_bytes,
         "sequence_length": length,

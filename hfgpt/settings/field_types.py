@@ -99,7 +99,7 @@ class YamlSettings(yaml.SafeLoader):
         node = super().compose_mapping_node(anchor)
         keys = Counter(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode))
         if twice := [key for key, count in keys.items() if count > 1]:
-            raise yaml.MarkedYAMLError(problem=f"{shown(twice[0])} is stated twice; keep one")
+            raise yaml.MarkedYAMLError(problem=f"{shown(twice[0])} is set twice; keep one")
         return node
 
 
@@ -132,11 +132,11 @@ def read_yaml(path: str) -> dict[str, Any]:
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UserError(f"{where}: not YAML: {' '.join(str(error).split())[:300]}") from None
     except RecursionError:
-        raise UserError(f"{where}: nested too deeply; must hold `key: value` lines") from None
+        raise UserError(f"{where}: nested too deeply; must contain `key: value` lines") from None
     except (ValueError, OverflowError):  # such as a number of thousands of digits
         raise UserError(f"{where}: contains an impossible number or date") from None
     if content is None:
         return {}
     if not isinstance(content, dict):
-        raise UserError(f"{where}: must hold `key: value` lines")
+        raise UserError(f"{where}: must contain `key: value` lines")
     return {str(key): value for key, value in content.items()}

@@ -59,7 +59,7 @@ def test_what_is_not_as_recorded_is_found(tmp_path, document_folder):
     run = trained(tmp_path / "run", document_folder, max_steps=6)
     whole = (run / "ledger.jsonl").read_text()
     for change, named in (
-        (lambda lines: lines[:2] + lines[3:], "are not 1 to 5"),
+        (lambda lines: lines[:2] + lines[3:], "are not steps 1 to 5"),
         (lambda lines: [*lines[:3], {**lines[3], "batch_hash": "0" * 16}, *lines[4:]], "step 4 was not trained"),
         (lambda lines: [*lines[:4], {**lines[4], "position": lines[3]["position"]}, lines[5]], "step 5 was not"),
     ):

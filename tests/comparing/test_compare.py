@@ -778,7 +778,7 @@ def test_a_log_cut_between_any_two_bytes_is_read(tmp_path):
         try:
             compared(log)
         except UserError as error:
-            assert "no line of a training log" in str(error)
+            assert "no line of a known training log" in str(error)
 
 
 def test_tokens_per_step_of_logs_are_stated(tmp_path):
@@ -915,7 +915,7 @@ def test_wrong_use_is_one_line(monkeypatch, capsys, tmp_path):
         ([tmp_path / "none"], "no such folder"),
         ([tmp_path / "empty"], "no run.json or metrics.jsonl"),
         ([tmp_path / "runs"], "give one of those in it: a"),
-        ([tmp_path / "notes.txt"], "no line of a training log"),
+        ([tmp_path / "notes.txt"], "no line of a known training log"),
         ([a, "--output", tmp_path], "is a folder"),
         ([a, "--output", tmp_path / "x.pdf"], "ends in .md, .html or .png"),
         ([a, "--output", tmp_path / "notes.txt" / "x.md"], "cannot be written"),

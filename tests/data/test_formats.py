@@ -211,7 +211,7 @@ def test_a_name_that_could_not_be_recorded_is_refused(tmp_path):
             write_jsonl(folder / os.fsdecode(name), ["text"])
         except OSError:
             pytest.skip("this file system takes no such name")
-        with pytest.raises(UserError, match="name is not one line of UTF-8; rename it") as caught:
+        with pytest.raises(UserError, match="name is not a single line of UTF-8; rename it") as caught:
             open_source(str(folder))
         assert str(caught.value).isprintable() and str(caught.value).encode()
         write_jsonl(folder / "good.jsonl", ["good"])

@@ -192,7 +192,7 @@ def test_broken_compiled_code_is_removed_and_compiled_again(tmp_path, config, mo
     assert mended.progress.evaluation["eval_loss"] == whole.progress.evaluation["eval_loss"]
     assert same_weights(mended, whole)
     assert not first.exists() and not second.exists()
-    assert sum("removed a broken file" in message for message in caplog.messages) == 2
+    assert sum("removed a corrupt file" in message for message in caplog.messages) == 2
 
 
 def test_a_compiler_error_names_its_cause_and_fix(tmp_path, config, monkeypatch):

@@ -329,7 +329,7 @@ def test_processes_that_wait_for_different_things_are_reported(failing):
         .replace("run_recipe(lambda: Pretrainer(", "pretrainer = Pretrainer(")
         .replace("[Fails()]).train())", "[Fails()])\nrun_recipe(pretrainer.train)")
     )
-    assert code and last.startswith("error: the processes wait for different things"), last
+    assert code and last.startswith("error: the processes are waiting for different things"), last
 
 
 COUNTING = """

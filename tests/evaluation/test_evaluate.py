@@ -275,11 +275,11 @@ def test_a_limit_scores_so_many_tokens_and_their_bytes(folder, tmp_path):
         (["--dataset", "TEXT", "--sequence_length", "65"], "sequence_length=65: is above the model's 64 positions"),
         (["--dataset", "TEXT", "--sequence_length", "8", "--stride", "9"], "stride=9: is above sequence_length=8"),
         (["--dataset", "TEXT", "--stride", "0"], "--stride"),
-        ([], "dataset: no text is named"),
+        ([], "dataset: no text is given"),
         (["--dataset", "nowhere.txt"], "nowhere.txt"),
         (["--dataset", "TEXT", "--text_column", "body"], "text_column"),
         (["--dataset", "TEXT", "--task", "arc"], "arc"),
-        (["--dataset", "TEXT", "--record"], "not a checkpoint in the folder of its run"),
+        (["--dataset", "TEXT", "--record"], "not a checkpoint inside a run folder"),
     ],
 )
 def test_wrong_use_is_refused_in_one_line(folder, tmp_path, monkeypatch, flags, message):

@@ -120,7 +120,9 @@ def test_a_long_prompt_is_cropped_with_a_warning(letters, caplog):
     prompt = (string.ascii_lowercase * 2)[:40]
     text = text_of(tiny(), letters, prompt, temperature=0, max_new_tokens=5)
     assert text == text_of(tiny(), letters, prompt[-16:], temperature=0, max_new_tokens=5)
-    assert [record.message for record in caplog.records] == ["the prompt has 40 tokens, the model sees the last 16"]
+    assert [record.message for record in caplog.records] == [
+        "the prompt has 40 tokens; the model sees only the last 16"
+    ]
 
 
 def test_an_empty_prompt_starts_from_a_separator(letters, bpe):

@@ -100,7 +100,7 @@ def test_padding_is_not_scored(metric):
         ([[1.0], [2.0]], [[1]], "number of predictions"),
         ([[1.0]], [[-100]], "no token is scored"),
         ([], [], "no token is scored"),
-        ([[1.0], [1.0, math.nan]], [[1], [2, 3]], "row 1: a prediction is nan"),
+        ([[1.0], [1.0, math.nan]], [[1], [2, 3]], "row 1: a prediction is NaN"),
         ([[-1.5]], [[1]], "row 0: a prediction is -1.5"),
     ],
 )

@@ -106,7 +106,7 @@ def test_only_a_checkpoint_of_a_run_has_records(folder, tmp_path):
     plain = shutil.copytree(folder, folder.parent / "plain")
     shutil.rmtree(plain / "training_state")
     for other in (alone, plain, folder.parent, tmp_path / "nothing"):
-        with pytest.raises(UserError, match="not a checkpoint in the folder of its run"):
+        with pytest.raises(UserError, match="not a checkpoint inside a run folder"):
             record_evaluation(other, "text", TEXT)
         assert read_evaluations(other) == []
     rewrite(louder)(folder)

@@ -127,7 +127,7 @@ def test_code_in_a_file_is_never_run(tmp_path):
     (tmp_path / "meta.pkl").write_bytes(pickle.dumps(RunsCode(proof)))
     fine = write_checkpoint(tmp_path / "fine.pt", random_state())
     for arguments, named in (
-        ((tmp_path / "ckpt.pt", tmp_path / "model", None, None), "mkdir, and code from a file is never run"),
+        ((tmp_path / "ckpt.pt", tmp_path / "model", None, None), "mkdir, and code in a file is never run"),
         ((tmp_path / "meta.pkl", tmp_path / "model", None, None), "never run"),
         ((fine, tmp_path / "model", str(tmp_path / "meta.pkl"), None), "--tokenizer char --text"),
     ):

@@ -69,7 +69,7 @@ def test_a_run_that_is_resumed_keeps_to_what_fitted(config):
     first = run(config, Small(), per_device_train_batch_size=16)
     again = trained(dataclasses.replace(first.config, max_steps=5, resume_from_checkpoint="latest"))
     assert again.step.batch == first.step.batch == again.plan.batch == Batch(4, 16, 4, 1)
-    assert any("memory ran out with more" in line for line in again.plan.lines())
+    assert any("ran out of memory with more" in line for line in again.plan.lines())
     other = trained(dataclasses.replace(again.config, max_steps=6, per_device_train_batch_size=8))
     assert other.step.batch == Batch(8, 16, 2, 1)  # what is stated anew counts
 
