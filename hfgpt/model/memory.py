@@ -20,10 +20,8 @@ from hfgpt.model.cpu_kernels import products_are_faster
 from hfgpt.model.flops import parameter_counts
 from hfgpt.model.head_loss import HEAD_CHUNK_SIZE
 
-CUBLAS_WORKSPACE_BYTES = (
-    32 * 2**20
-)  # on Hopper, according to torch's documentation of CUBLAS_WORKSPACE_CONFIG; others 8 MiB
-
+# On Hopper, according to torch's documentation of CUBLAS_WORKSPACE_CONFIG; others 8 MiB.
+CUBLAS_WORKSPACE_BYTES = 32 * 2**20
 FUSED_ATTENTION = ("cpu", "cuda", "xpu")  # attention whose backward pass needs no (T, T) probabilities
 
 
@@ -31,10 +29,10 @@ FUSED_ATTENTION = ("cpu", "cuda", "xpu")  # attention whose backward pass needs 
 class Setting:
     """What the memory of one process depends on.
 
-    sharded: all `processes` share the model (FSDP2); else each holds all of it (DDP).
+    sharded: the model is sharded over all `processes` (FSDP2); else each has a full copy (DDP).
     device: torch's type of device, "cuda", "cpu", "xpu", "mps" or another one.
-    head: "" is the trainer's own, compiled with the model or in chunks; "whole" has all logits in an eager model;
-    "returned" has them in a compiled model that returns them to its caller, as nanoGPT's does.
+    head: "" is the trainer's own, compiled with the model or in chunks; "whole" keeps all logits in an eager model;
+    "returned" also returns them to the caller of a compiled model, as nanoGPT's does.
     """
 
     micro_batch: int
@@ -199,7 +197,7 @@ class StepBytes:
         return norms + products + attention + mask + self._dropout()
 
     def _keeps_probabilities(self) -> bool:
-        """Decide as `modeling_gpt2.Attention` and torch's attention do."""
+        """Return whether attention keeps its probabilities: the same choice as in `modeling_gpt2` and torch."""
         if self.setting.device not in FUSED_ATTENTION:
             return True
         dtype = torch.bfloat16 if self.setting.precision == "bf16" else torch.float32

@@ -59,7 +59,7 @@ def kind_of(name: str) -> str:
 
 def _explain_unknown(name: str) -> str:
     """Return what is wrong with a device that is not in the table, and the fix."""
-    known, fix = rated_devices(), "leave it out for this machine, or state --memory_gib and --mfu_peak_tflops"
+    known, fix = rated_devices(), "leave it out for this machine, or set --memory_gib and --mfu_peak_tflops"
     if name == "cpu":  # of another machine, as this one has something faster
         return f"not the device of this machine; put ACCELERATE_USE_CPU=true before the command for its CPU; else {fix}"
     if name in KINDS:
