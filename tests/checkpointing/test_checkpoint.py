@@ -76,7 +76,7 @@ def test_a_latest_that_is_a_folder_is_set_aside(run):
         (lambda folder: (folder / "training_state" / "data_state.json").unlink(), "data_state.json is missing"),
         (lambda folder: (folder / MANIFEST).unlink(), "manifest.json is missing"),
         (lambda folder: (folder / MANIFEST).write_text("{"), "unreadable"),
-        (lambda folder: (folder / MANIFEST).write_text('{"files": {}}'), "does not name config.json"),
+        (lambda folder: (folder / MANIFEST).write_text('{"files": {}}'), "does not list config.json"),
         (lambda folder: name_in_manifest(folder, "../../etc"), "outside"),
     ],
 )
@@ -210,7 +210,7 @@ def in_half(tensors):
         (edit("trainer_state", lambda state: {**state, "step": True}), r"\(step\)"),
         (
             partial(other_tensors, name="model.safetensors", change=lambda t: {k: v * nan for k, v in t.items()}),
-            "finite",
+            "contains NaN",
         ),
         (
             partial(other_tensors, name="model.safetensors", change=lambda t: {k: v.half() for k, v in t.items()}),
@@ -218,7 +218,7 @@ def in_half(tensors):
         ),
         (edit("data_state", lambda state: {**state, "position": {"epoch": -1, "block": 0}}), "position"),
         (edit("data_state", lambda state: {**state, "position": {"streams": [[0, 0]]}}), "position"),
-        (lambda folder: (folder / "config.json").write_text("{}"), "another model"),
+        (lambda folder: (folder / "config.json").write_text("{}"), "a different model"),
         (lambda folder: (folder / "config.json").write_text("[" * 100_000), "cannot be read"),
         (partial(other_tensors, name="model.safetensors", change=lambda t: {}), "parameters differ"),
         (

@@ -173,7 +173,7 @@ def test_links_are_not_followed_in_circles_and_no_file_is_read_twice(tmp_path):
         assert source.description.endswith(f"8 files, {source.size_bytes / 1e6:,.1f} MB")
     names = {unit.file for unit in open_source(str(text)).units}
     assert str(text / "sub" / "below" / "6.jsonl") in names and str(text / "1.jsonl") in names
-    assert "3 further names of files left out" in open_source(str(text)).description
+    assert "3 more names for the same files left out" in open_source(str(text)).description
     assert len(read(open_source(str(text / "latest" / "again")))[0]) == 8
 
 

@@ -241,7 +241,7 @@ def test_missing_column_lists_the_existing_ones(tmp_path):
     for name in ("a.jsonl", "a.jsonl.gz"):
         with pytest.raises(UserError, match=r"text_column=text: not in .*; its columns are title, body"):
             open_source(str(tmp_path / name))
-    with pytest.raises(UserError, match="text_column=id: holds int64, not text"):
+    with pytest.raises(UserError, match="text_column=id: contains int64, not text"):
         open_source(str(tmp_path / "a.parquet"), text_column="id")
     assert read(open_source(str(tmp_path / "a.jsonl"), text_column="body"))[0] == ["b"]
 
@@ -260,8 +260,8 @@ def test_files_of_no_use_are_named(tmp_path):
         ("pointer.parquet", b"version https://git-lfs.github.com/spec/v1\noid", "Git LFS pointer"),
         ("pointer.txt", b"version https://git-lfs.github.com/spec/v1\noid", "Git LFS pointer"),
         ("page.jsonl", b"\n<!DOCTYPE html><html>", "a web page"),
-        ("plain.jsonl.gz", b'{"text": "a"}\n', "plain.jsonl.gz cannot be read"),
-        ("plain.txt.gz", b"plain text", "plain.txt.gz cannot be read"),
+        ("plain.jsonl.gz", b'{"text": "a"}\n', "plain.jsonl.gz is not compressed with gzip"),
+        ("plain.txt.gz", b"plain text", "plain.txt.gz is not compressed with gzip"),
         ("cut.txt.gz", gzip.compress(b"some text" * 99, mtime=0)[:-12], "cut.txt.gz cannot be read"),
         ("latin.txt", "ab\ncafé".encode("latin-1"), "latin.txt is not UTF-8 text .*0xe9 in position 6"),
     ],
