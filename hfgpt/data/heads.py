@@ -69,7 +69,9 @@ def check_head(file: str, raw: bytes, size_bytes: int) -> bytes:
     if file.lower().endswith(".gz") and raw:
         if not raw.startswith(GZIP):
             _refuse_beginnings(file, raw)
-            raise BadFile(f"dataset: {file} is not compressed with gzip; remove .gz from its name")
+            raise BadFile(
+                f"dataset: {file} cannot be read as gzip, because it is not compressed; remove .gz from its name"
+            )
         head = zlib.decompressobj(31).decompress(raw)
     if not (kind == "parquet" and head.startswith(b"PAR1")):
         _refuse_beginnings(file, head)

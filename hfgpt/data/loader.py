@@ -33,7 +33,7 @@ def iterate(
         fitting = ", ".join(map(str, divisors(stream.divisible)))
         raise UserError(
             f"tokens_per_step: {stream.blocks_per_step} blocks of sequence_length={stream.sequence_length} "
-            f"cannot be split over {world} processes; use {fitting} processes"
+            f"cannot be split over {world} processes; numbers that fit: {fitting}"
         )
     share = stream.divisible // world
     workers = min(num_workers, share) if stream.streams else 0
