@@ -220,7 +220,7 @@ def test_a_broken_row_is_named(tokenizer, tmp_path, changes, message):
         ("", "has no examples"),
         ("\n \n", "has no examples"),
         (json.dumps(ROW) + "\n\n{nonsense\n", "row 3: not JSON"),
-        (json.dumps(ROW) + "\n[1]\n", "row 2: not an object"),
+        (json.dumps(ROW) + "\n[1]\n", "row 2: not a JSON object"),
         (json.dumps({"text": "a", "label": 1}), "row 1: has no ctx, endings; its fields are text, label"),
         ("<html>", "rows.jsonl is a web page"),
     ],

@@ -162,7 +162,7 @@ WTE, PROJECTION = "transformer.wte.weight", "transformer.h.1.attn.c_proj.weight"
         (changed(PROJECTION, lambda value: value * torch.nan), {}, "c_proj.weight contains NaN or infinity"),
         (changed(PROJECTION, lambda value: value.int()), {}, "c_proj.weight is not a tensor of floating-point"),
         (changed(WTE, lambda value: "text"), {}, f"{WTE} is not a tensor"),
-        (lambda state: {**state, "transformer.h.0.rotary": torch.ones(3)}, {}, "no transformer.h.0.rotary"),
+        (lambda state: {**state, "transformer.h.0.rotary": torch.ones(3)}, {}, "unexpected tensors: transformer.h.0.rotary"),
         (dict, {"n_layer": 10**9}, "n_layer=1000000000, but the tensors are those of 2 layers"),
         (dict, {"n_head": 5}, "n_embd=32 is not divisible by model.n_head=5"),
         (dict, {"vocab_size": 50304}, r"wte.weight has shape \(24, 32\), but model_args implies \(50304, 32\)"),
