@@ -16,7 +16,7 @@ import torch.utils.data
 
 from hfgpt.data.remote import take_retries
 from hfgpt.data.stream import StepBatch, Stream, divisors, join_batches
-from hfgpt.distributed.launcher import signal_at_parent_exit
+from hfgpt.distributed.launcher import end_with_parent
 from hfgpt.distributed.stop_signals import stop_signals
 from hfgpt.errors import RunError, UserError
 
@@ -71,10 +71,13 @@ class _Share(torch.utils.data.IterableDataset[Any]):
 
 
 def _end_with_parent() -> None:
-    """Have this worker killed when its parent ends, however that ends and however long a step takes (on Linux)."""
-    signal_at_parent_exit(signal.SIGKILL)
-    parent, forkserver = multiprocessing.parent_process(), multiprocessing.get_start_method() == "forkserver"
-    if parent and (not parent.is_alive() if forkserver else os.getppid() != parent.pid):
+    """Have this worker end with its parent, however that ends and however long a step takes."""
+    parent = multiprocessing.parent_process()
+    if parent is None or parent.pid is None:
+        return
+    is_served = multiprocessing.get_start_method() == "forkserver"  # then the server, which ends with the parent, forks
+    end_with_parent(os.getppid() if is_served else parent.pid, at_once=True)
+    if is_served and not parent.is_alive():
         os._exit(1)  # it ended before
 
 
