@@ -28,8 +28,9 @@ from transformers import TrainerCallback
 
 from hfgpt import PretrainConfig, Pretrainer
 from hfgpt.checkpointing import checkpoint, run_folder, saver
-from hfgpt.checkpointing.run_folder import LATEST, RunFolder
+from hfgpt.checkpointing.run_folder import RunFolder
 from hfgpt.distributed.device_peaks import Peak
+from hfgpt.links import LATEST
 from hfgpt.training import mfu
 
 MAX_STEPS, SAVE_STEPS, EVAL_STEPS = 45, 3, 4

@@ -1,4 +1,4 @@
-"""SIGTERM, SIGINT (Ctrl-C), SIGHUP and SIGBREAK as a request to stop, so that the step in flight ends and is saved first."""
+"""SIGTERM, SIGINT (Ctrl-C), SIGHUP and SIGBREAK as a request to stop: the step in flight ends and is saved first."""
 
 from __future__ import annotations
 

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -438,6 +439,8 @@ LAUNCHERS = [
     "python3.12 -um accelerate.commands.launch recipe.py",
     "python -W ignore -mtorch.distributed.launch recipe.py",
     "python /x/site-packages/accelerate/commands/launch.py recipe.py",
+    "C:/venv/Scripts/python.exe C:/venv/Scripts/accelerate.exe launch recipe.py",
+    "C:/venv/Scripts/torchrun.exe recipe.py",
 ]
 OTHERS = [
     "bash -c python recipe.py --torch_compile true & sleep 30",
@@ -458,7 +461,6 @@ def test_only_launchers_are_followed(command, right):
     assert is_launcher(command.split(" ")) is right
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="Linux alone tells of a parent's end")
 def test_a_parent_with_an_odd_command_line_is_no_fault(tmp_path):
     script = "import hfgpt.distributed.launcher as l; l.stop_with_launcher(); print(l.PARENT_IS_LAUNCHER)"
     code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {script!r}], check=True)"
@@ -482,14 +484,15 @@ def test_a_first_process_that_is_no_launcher_ends_nothing():
 
 
 def test_a_launcher_that_has_died_meanwhile_ends_the_process(monkeypatch):
-    sent = []
+    sent, own = [], (os.getpid(), signal.SIGTERM)
     monkeypatch.setattr(launched.os, "kill", lambda pid, number: sent.append((pid, number)))
-    monkeypatch.setattr(launched, "signal_at_parent_exit", lambda number: sent.append(number))
+    monkeypatch.setattr(launched.sys, "platform", "linux")
+    monkeypatch.setattr(launched.ctypes, "CDLL", lambda _: SimpleNamespace(prctl=lambda _, number: sent.append(number)))
     for parent, is_one, right in [
         (os.getppid(), False, []),
         (os.getppid(), True, [signal.SIGTERM]),
         (-1, False, []),
-        (-1, True, [signal.SIGTERM, (os.getpid(), signal.SIGTERM)]),
+        (-1, True, [signal.SIGTERM, own]),
     ]:
         monkeypatch.setattr(launched, "PARENT", parent)
         monkeypatch.setattr(launched, "PARENT_IS_LAUNCHER", is_one)
