@@ -12,7 +12,6 @@ import builtins
 import ctypes
 import importlib
 import json
-import multiprocessing
 import os
 import pkgutil
 import signal
@@ -145,7 +144,7 @@ if __name__ == "__main__":
     import torch
     import torch.distributed.checkpoint.state_dict  # noqa: F401
     from torch.distributed.fsdp import fully_shard  # noqa: F401
+    from transformers import GPT2Config, PreTrainedModel, Trainer  # noqa: F401
 
     FOLDER = Path(sys.argv[1]).resolve()
-    assert multiprocessing.current_process()
     main()

@@ -103,7 +103,7 @@ def link(run: RunFolder, name: str, folder: Path) -> bool:
         set_link(final, folder)
         sync(run.path)
     except OSError as error:
-        logger.warning("%s could not be made to name %s: %s", final, folder.name, error)
+        logger.warning("%s could not be set to %s: %s", final, folder.name, error)
         return False
     return True
 

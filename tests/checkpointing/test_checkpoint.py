@@ -302,13 +302,14 @@ def test_checkpoints_of_another_run_are_not_taken_for_this_runs(config, tmp_path
     assert resumed.resumed.folder.name == "checkpoint-4"
 
 
-def test_a_file_system_without_links_keeps_complete_checkpoints(run, monkeypatch, caplog):
+def test_a_link_that_cannot_be_moved_keeps_its_checkpoint(run, monkeypatch, caplog):
     def refuse(*_, **__):
         raise PermissionError(1, "Operation not permitted")
 
     monkeypatch.setattr("pathlib.Path.symlink_to", refuse)
+    monkeypatch.setattr("hfgpt.links.write_whole", refuse)
     write_checkpoint(run, 30, fill, keep=1)
-    assert "could not be linked to" in caplog.text
+    assert "checkpoint-latest could not be set to checkpoint-30" in caplog.text
     assert find_checkpoint(run, "latest") == run.checkpoint(30)
     assert find_damage((run.path / "checkpoint-latest").resolve()) is None  # an older one, which is kept
 
