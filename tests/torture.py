@@ -41,7 +41,6 @@ PLACES = (SETTING_UP, REWINDING, TRAINING, ENDING, IDLE, WRITING, RENAMED, LINKE
 AIMS = (REWINDING, TRAINING, ENDING, WRITING, RENAMED, LINKED)
 LONGEST_LIVES = (0.06, 0.15, 0.5)  # seconds
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
-prctl = ctypes.CDLL(None).prctl
 
 
 class Places:
@@ -105,7 +104,7 @@ class Process:
         self.pid = os.fork()
         if self.pid == 0:
             os.setpgid(0, 0)
-            prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
             code = 1
             try:
                 output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -149,7 +148,7 @@ class Process:
 
 def torture(folder: Path, kills: int, seed: int, optim: str) -> Summary:
     """Kill runs in `folder` that many times, each until it has ended, and check all that is promised."""
-    prctl(PR_SET_CHILD_SUBREAPER, 1)
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
     torch.set_num_threads(1)
     began, rng, summary = time.monotonic(), random.Random(seed), Summary(optim)
     documents = folder / "documents"

@@ -256,6 +256,7 @@ def test_copies_named_as_later_checkpoints_are_not_used(config, tmp_path, caplog
     assert "checkpoint-60 is skipped (manifest.json is unreadable" in caplog.text
 
 
+@pytest.mark.unix_only
 def test_links_in_the_run_folder_lead_to_no_file_outside(config, tmp_path):
     trained(config(max_steps=4))
     (tmp_path / "victim").write_text("mine")

@@ -188,6 +188,7 @@ def test_files_that_are_none_of_nanogpts_are_refused(tmp_path, content):
         import_nanogpt(tmp_path / "none.pt", tmp_path / "model", None, None)
 
 
+@pytest.mark.unix_only
 def test_nothing_is_overwritten(tmp_path):
     checkpoint = write_checkpoint(tmp_path / "ckpt.pt", random_state())
     (tmp_path / "model").mkdir()
