@@ -26,8 +26,8 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
-from hfgpt import PretrainConfig, Pretrainer
-from hfgpt.checkpointing import checkpoint, run_folder, saver
+from hfgpt import PretrainConfig, Pretrainer, files, links
+from hfgpt.checkpointing import checkpoint, saver
 from hfgpt.checkpointing.run_folder import RunFolder
 from hfgpt.distributed.device_peaks import Peak
 from hfgpt.links import LATEST
@@ -313,11 +313,11 @@ def slow_down(places: Places, rng: random.Random) -> None:
 
         return told
 
-    fsync, rename = pausing(os.fsync), pausing(os.rename, 1.0, RENAMED)
-    replace, link = pausing(os.replace, 0.5), pausing(os.replace, 1.0, LINKED)
-    run_folder.os = SimpleNamespace(**{**vars(os), "fsync": fsync, "replace": replace})
-    checkpoint.os = SimpleNamespace(**{**vars(os), "fsync": fsync, "rename": rename, "replace": link})
-    checkpoint.shutil = SimpleNamespace(rmtree=pausing(shutil.rmtree))
+    to_checkpoint, aside = pausing(files.rename, 1.0, RENAMED), pausing(files.rename)
+    files.os = SimpleNamespace(**{**vars(os), "fsync": pausing(os.fsync), "replace": pausing(os.replace, 0.5)})
+    files.shutil = SimpleNamespace(rmtree=pausing(shutil.rmtree))
+    links.replace = pausing(files.replace, 1.0, LINKED)
+    checkpoint.rename = lambda old, new: (aside if new.name.startswith(".") else to_checkpoint)(old, new)
     saver.write_checkpoint = telling(saver.write_checkpoint, places.saver, WRITING, IDLE)
     RunFolder.rewind = telling(RunFolder.rewind, places.run, REWINDING, TRAINING)
 
