@@ -1,11 +1,20 @@
-"""Paths as users type them, and safe reading of files that may not be text."""
+"""Local files: names as users give them, text of files that may be anything, and files written whole or not at all."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import re
+import shutil
+import time
+from collections.abc import Callable
 from pathlib import Path
+
+WINDOWS = os.name == "nt"
+INVALID_NAME = 123  # Windows' code for a name that no file can have, such as a glob
+# Windows neither renames nor replaces a file that is open elsewhere. Virus scanners and indexers close it soon.
+OPEN_ELSEWHERE_SECONDS = 2.0 if WINDOWS else 0.0
 
 
 def local_path(text: str) -> str:
@@ -31,7 +40,8 @@ def local_path(text: str) -> str:
     except (FileNotFoundError, NotADirectoryError):
         pass
     except OSError as error:
-        raise ValueError(f"{error.strerror}; give another path") from None
+        if getattr(error, "winerror", None) != INVALID_NAME:
+            raise ValueError(f"{error.strerror}; give another path") from None
     return found
 
 
@@ -45,3 +55,72 @@ def read_text_file(path: Path) -> str:
 def has_tokenizer(folder: Path) -> bool:
     """Return whether a folder contains a tokenizer."""
     return any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json"))
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file, whole or not at all: under a temporary name, synced to disk, and renamed."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.unlink(missing_ok=True)  # it might be a link to somewhere else
+    try:
+        with open(temporary, "xb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        replace(temporary, path)
+    except OSError:
+        remove(temporary)  # the disk may be full
+        raise
+
+
+def replace(source: Path, target: Path) -> None:
+    """Rename `source` to `target`, in place of a file or link of that name, or of nothing."""
+
+    def call() -> None:
+        try:
+            os.replace(source, target)
+        except PermissionError:
+            if not target.is_symlink():
+                raise
+            target.unlink()  # Windows does not replace a link to a folder
+            os.replace(source, target)
+
+    _wait_for_other_programs(call)
+
+
+def rename(source: Path, target: Path) -> Path:
+    """Rename a file or folder to a name that is free, and return that."""
+    _wait_for_other_programs(lambda: os.rename(source, target))
+    return target
+
+
+def _wait_for_other_programs(call: Callable[[], None]) -> None:
+    """Call, and again for OPEN_ELSEWHERE_SECONDS while permission is denied."""
+    until = time.monotonic() + OPEN_ELSEWHERE_SECONDS
+    while True:
+        try:
+            return call()
+        except PermissionError:
+            if time.monotonic() >= until:
+                raise
+            time.sleep(0.05)
+
+
+def remove(path: Path) -> None:
+    """Delete a file, a link (not its target), or a folder with its content; errors are ignored."""
+    with contextlib.suppress(OSError):
+        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+
+
+def sync(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk."""
+    is_folder = path.is_dir()
+    try:
+        descriptor = os.open(path, os.O_RDONLY if is_folder else os.O_RDWR)  # Windows syncs no file open for reading
+    except PermissionError:
+        if is_folder:
+            return  # Windows opens none
+        raise
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -38,8 +38,9 @@ def main() -> None:
         return
     from hfgpt.evaluation.generate import generate
     from hfgpt.evaluation.loading import load_checkpoint
+    from hfgpt.links import follow
 
-    checkpoint = f"{config.output_dir}/checkpoint-latest"
+    checkpoint = follow(f"{config.output_dir}/checkpoint-latest").as_posix()
     model, tokenizer = load_checkpoint(checkpoint)
     held_out = tokenizer.decode(pretrainer.run.data.validation[:12], skip_special_tokens=True)
     prompts = PROMPTS if config.dataset == "embedded" else [held_out]

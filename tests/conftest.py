@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,12 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 ROOT = Path(__file__).parent.parent
 SHARED = ROOT.parent / "shared" / "data"
+
+
+def pytest_collection_modifyitems(items) -> None:
+    for item in items:
+        if os.name == "nt" and item.get_closest_marker("unix_only"):
+            item.add_marker(pytest.mark.skip(reason="needs signals, pipes or files that Windows has not"))
 
 
 @pytest.fixture(autouse=True)
@@ -63,7 +68,7 @@ def start(tmp_path, document_folder):
     yield start
     for run in runs:
         if run.process.poll() is None:
-            os.killpg(run.process.pid, signal.SIGKILL)
+            run.kill_all()
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 For tests of what processes do, and not of how one starts: importing takes a process longer than its tiny run. A
 launcher can be run so too (`FORK, "-m", "accelerate.commands.launch", ...`): what it starts are forks as well. Each has
 the environment it is given, a session of its own, and ends when who started it does; the one parent of all of them is
-the process that only imports.
+the process that only imports. Where processes cannot be forked safely (Windows, macOS), each starts Python as ever.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from multiprocessing import forkserver, reduction
+from multiprocessing import reduction
 from typing import IO
 from unittest import mock
 
@@ -26,10 +26,11 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import subproc
 
 FORK = "fork"  # in place of sys.executable
 LAUNCHERS = ["accelerate.commands.launch", "torch.distributed.run"]
-FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(
-    [*LAUNCHERS, "hfgpt.cli", "hfgpt.evaluation.generate", "hfgpt.training.pretrainer", "hfgpt.model.modeling_gpt2"]
-)
+CAN_FORK = sys.platform == "linux"
+FORKS = multiprocessing.get_context("forkserver" if CAN_FORK else "spawn")
+PRELOADED = ["hfgpt.cli", "hfgpt.evaluation.generate", "hfgpt.training.pretrainer", "hfgpt.model.modeling_gpt2"]
+if CAN_FORK:
+    FORKS.set_forkserver_preload([*LAUNCHERS, *PRELOADED])
 
 
 class Forked:
@@ -64,6 +65,15 @@ class Forked:
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
+
+
+def started(args: list[str], env: dict[str, str], stdout=None, **options) -> subprocess.Popen:
+    """Python from its start, as a `Forked` is used."""
+    return subprocess.Popen([sys.executable, *args[1:]], env=env, stdout=stdout, **options)
+
+
+if not CAN_FORK:
+    Forked = started  # type: ignore[assignment, misc]
 
 
 def completed(command: list[str], env: dict[str, str], timeout: float, cwd=None) -> subprocess.CompletedProcess:
@@ -125,7 +135,7 @@ def _python(arguments: list[str], env: dict[str, str], files: tuple[int, int], c
     if arguments[0] == "-m":
         sys.argv = arguments[1:]
         if arguments[1] in LAUNCHERS:
-            forkserver._forkserver.ensure_running = lambda: None  # it is: it has forked this process
+            multiprocessing.forkserver._forkserver.ensure_running = lambda: None  # it is: it has forked this process
             subprocess.Popen = subprocess_handler.Popen = Forked
         sys.modules[arguments[1]].main()
     else:

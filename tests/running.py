@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -151,6 +152,13 @@ class Run:
             stderr=self.errors.open("w"),
             start_new_session=True,
         )
+
+    def kill_all(self) -> None:
+        """End the run and what it has started."""
+        if os.name == "nt":
+            self.process.kill()
+        else:
+            os.killpg(self.process.pid, signal.SIGKILL)
 
     def end(self, seconds: float = 60) -> str:
         """Wait for the end; what was said on stderr."""

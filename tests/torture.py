@@ -26,10 +26,11 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
-from hfgpt import PretrainConfig, Pretrainer
-from hfgpt.checkpointing import checkpoint, run_folder, saver
-from hfgpt.checkpointing.run_folder import LATEST, RunFolder
+from hfgpt import PretrainConfig, Pretrainer, files, links
+from hfgpt.checkpointing import checkpoint, saver
+from hfgpt.checkpointing.run_folder import RunFolder
 from hfgpt.distributed.device_peaks import Peak
+from hfgpt.links import LATEST
 from hfgpt.training import mfu
 
 MAX_STEPS, SAVE_STEPS, EVAL_STEPS = 45, 3, 4
@@ -40,7 +41,6 @@ PLACES = (SETTING_UP, REWINDING, TRAINING, ENDING, IDLE, WRITING, RENAMED, LINKE
 AIMS = (REWINDING, TRAINING, ENDING, WRITING, RENAMED, LINKED)
 LONGEST_LIVES = (0.06, 0.15, 0.5)  # seconds
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
-prctl = ctypes.CDLL(None).prctl
 
 
 class Places:
@@ -104,7 +104,7 @@ class Process:
         self.pid = os.fork()
         if self.pid == 0:
             os.setpgid(0, 0)
-            prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
             code = 1
             try:
                 output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -148,7 +148,7 @@ class Process:
 
 def torture(folder: Path, kills: int, seed: int, optim: str) -> Summary:
     """Kill runs in `folder` that many times, each until it has ended, and check all that is promised."""
-    prctl(PR_SET_CHILD_SUBREAPER, 1)
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
     torch.set_num_threads(1)
     began, rng, summary = time.monotonic(), random.Random(seed), Summary(optim)
     documents = folder / "documents"
@@ -313,11 +313,11 @@ def slow_down(places: Places, rng: random.Random) -> None:
 
         return told
 
-    fsync, rename = pausing(os.fsync), pausing(os.rename, 1.0, RENAMED)
-    replace, link = pausing(os.replace, 0.5), pausing(os.replace, 1.0, LINKED)
-    run_folder.os = SimpleNamespace(**{**vars(os), "fsync": fsync, "replace": replace})
-    checkpoint.os = SimpleNamespace(**{**vars(os), "fsync": fsync, "rename": rename, "replace": link})
-    checkpoint.shutil = SimpleNamespace(rmtree=pausing(shutil.rmtree))
+    to_checkpoint, aside = pausing(files.rename, 1.0, RENAMED), pausing(files.rename)
+    files.os = SimpleNamespace(**{**vars(os), "fsync": pausing(os.fsync), "replace": pausing(os.replace, 0.5)})
+    files.shutil = SimpleNamespace(rmtree=pausing(shutil.rmtree))
+    links.replace = pausing(files.replace, 1.0, LINKED)
+    checkpoint.rename = lambda old, new: (aside if new.name.startswith(".") else to_checkpoint)(old, new)
     saver.write_checkpoint = telling(saver.write_checkpoint, places.saver, WRITING, IDLE)
     RunFolder.rewind = telling(RunFolder.rewind, places.run, REWINDING, TRAINING)
 

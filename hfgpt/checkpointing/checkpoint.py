@@ -17,9 +17,10 @@ from typing import Any
 import xxhash
 
 from hfgpt.checkpointing.read_training_state import STATE, read_state
-from hfgpt.checkpointing.run_folder import BEST, LATEST, RunFolder, remove, write_json
+from hfgpt.checkpointing.run_folder import RunFolder, write_json
 from hfgpt.errors import UserError
-from hfgpt.files import read_text_file
+from hfgpt.files import read_text_file, remove, rename, sync
+from hfgpt.links import BEST, LATEST, follow, set_link
 
 logger = logging.getLogger(__name__)
 
@@ -42,12 +43,12 @@ def write_checkpoint(run: RunFolder, step: int, write: Callable[[Path], None], k
         (folder / STATE).mkdir()
         write(folder)
         for path in filter(Path.exists, (run.metrics, run.ledger)):
-            _sync(path)  # the records must reach the disk before the checkpoint
+            sync(path)  # the records must reach the disk before the checkpoint
 
     temporary = _write_temporary(final, fill)
     if final.exists():  # a damaged one, since the run would have resumed from a complete one
         _remove(final)
-    os.rename(temporary, final)
+    rename(temporary, final)
     if link(run, LATEST, final):
         rotate(run, final, keep)
     return final
@@ -60,8 +61,8 @@ def write_folder(final: Path, write: Callable[[Path], None]) -> None:
     """
     refuse_existing(final)
     try:
-        os.rename(_write_temporary(final.absolute(), write), final)
-        _sync(final.absolute().parent)
+        rename(_write_temporary(final.absolute(), write), final)
+        sync(final.absolute().parent)
     except OSError as error:
         raise UserError(f"{final}: {error.strerror or error}; choose a writable folder") from error
 
@@ -81,12 +82,12 @@ def _write_temporary(final: Path, write: Callable[[Path], None]) -> Path:
         write(temporary)
         files = sorted(path for path in temporary.rglob("*") if path.is_file())
         for path in files:
-            path.chmod(temporary.stat().st_mode & 0o666)  # safetensors creates files that only their owner can read
-            _sync(path)
+            path.chmod(temporary.stat().st_mode & 0o666)  # safetensors makes files that only their owner can read
+            sync(path)
         facts = {path.relative_to(temporary).as_posix(): file_facts(path) for path in files}
         write_json(temporary / MANIFEST, {"files": facts})
         for folder in (*filter(Path.is_dir, temporary.rglob("*")), temporary):
-            _sync(folder)
+            sync(folder)
     except BaseException:
         _remove(temporary)  # the disk may be full
         raise
@@ -95,16 +96,14 @@ def _write_temporary(final: Path, write: Callable[[Path], None]) -> Path:
 
 def link(run: RunFolder, name: str, folder: Path) -> bool:
     """Point the link `name` at one of the run's checkpoints. Returns whether that worked."""
-    temporary, final = run.path / f".{name}.tmp", run.path / name
+    final = run.path / name
     try:
-        temporary.unlink(missing_ok=True)
-        temporary.symlink_to(folder.name)
         if final.is_dir() and not final.is_symlink():  # made by a copy of the run that follows links
             run.abandon(final)
-        os.replace(temporary, final)
-        _sync(run.path)
-    except OSError as error:  # not every file system has links
-        logger.warning("%s could not be linked to %s: %s", final, folder.name, error)
+        set_link(final, folder)
+        sync(run.path)
+    except OSError as error:
+        logger.warning("%s could not be set to %s: %s", final, folder.name, error)
         return False
     return True
 
@@ -146,7 +145,10 @@ def rotate(run: RunFolder, newest: Path, keep: int | None) -> None:
     if losses[best] < math.inf:
         link(run, BEST, best)
     for old in ranked[keep:] if keep else []:
-        _remove(old)
+        try:
+            _remove(old)
+        except OSError as error:  # Windows, while another program reads it
+            logger.warning("%s could not be deleted (%s); this is tried again after the next save", old, error.strerror)
 
 
 def _remove(folder: Path) -> None:
@@ -154,7 +156,7 @@ def _remove(folder: Path) -> None:
     if folder.exists() and not folder.is_symlink():
         renamed = folder.with_name(f".{folder.name.strip('.')}.removed")
         remove(renamed)
-        folder = folder.rename(renamed)
+        folder = rename(folder, renamed)
     remove(folder)
 
 
@@ -203,7 +205,7 @@ def find_checkpoint(run: RunFolder, wanted: str) -> Path | None:
                 "choose another output_dir"
             )
         return None
-    folder = Path(wanted)
+    folder = follow(wanted)
     if not folder.is_dir():
         known = ", ".join(path.name for path in run.checkpoints()) or "none"
         raise UserError(f"resume_from_checkpoint={wanted}: no such folder; checkpoints in {run.path}: {known}")
@@ -254,11 +256,3 @@ def file_facts(path: Path) -> dict[str, Any]:
         while chunk := file.read(1 << 24):
             digest.update(chunk)
     return {"size": path.stat().st_size, "xxh3_128": digest.hexdigest()}
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

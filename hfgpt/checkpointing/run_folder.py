@@ -12,7 +12,7 @@
         config.json  generation_config.json  model.safetensors  tokenizer.json  tokenizer_config.json  README.md
         training_state/     optimizer.safetensors  trainer_state.json  data_state.json
         manifest.json       size and hash of each file; written last
-      checkpoint-latest     link to the newest checkpoint
+      checkpoint-latest     link to the newest checkpoint (a text file with its name where links are not allowed)
       checkpoint-best       link to the one with the lowest evaluation loss
       .checkpoint-1000.tmp  a checkpoint while it is written
       abandoned-*           later checkpoints, set aside when the run resumed from an earlier one
@@ -27,53 +27,26 @@ import json
 import logging
 import os
 import re
-import shutil
 import socket
 import time
 import traceback
 from pathlib import Path
 from typing import Any
 
+from hfgpt.checkpointing import lock
 from hfgpt.checkpointing.read_records import parse_record, read_records, with_time
 from hfgpt.errors import UserError
-from hfgpt.files import read_text_file
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
+from hfgpt.files import read_text_file, remove, rename, write_whole
 
 logger = logging.getLogger(__name__)
 
 CHECKPOINT = re.compile(r"^checkpoint-(\d{1,18})$")
-LATEST, BEST = "checkpoint-latest", "checkpoint-best"
 LOCK = ".lock"
 
 
 def write_json(path: Path, content: Any) -> None:
     """Write a JSON file, whole or not at all."""
-    _replace(path, (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode(errors="backslashreplace"))
-
-
-def _replace(path: Path, content: bytes) -> None:
-    """Write `content` under a temporary name, sync it, and rename it to `path`."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.unlink(missing_ok=True)  # it might be a link that leads elsewhere
-    try:
-        with open(temporary, "xb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError:
-        remove(temporary)  # the disk may be full
-        raise
-
-
-def remove(path: Path) -> None:
-    """Delete a file, a link (not its target), or a folder with its content, ignoring errors."""
-    with contextlib.suppress(OSError):
-        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+    write_whole(path, (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode(errors="backslashreplace"))
 
 
 class RunFolder:
@@ -150,31 +123,31 @@ class RunFolder:
         return UserError(f"output_dir={self.path}: {problem}; choose a writable folder")
 
     def check_free(self) -> None:
-        """Raise UserError if another process is training in the folder; writes nothing."""
-        if fcntl is not None and (self.path / LOCK).exists():
-            self._hold(fcntl.LOCK_SH)
+        """Raise UserError if another process trains in the folder; writes nothing."""
+        if (self.path / LOCK).exists():
+            self._hold(shared=True)
             self.close()
 
     def claim(self) -> None:
         """Create the folder and lock it until `close` or the process ends. Raises UserError like `check_free`."""
-        if fcntl is not None and self.writes:
+        if self.writes:
             try:
                 self.path.mkdir(parents=True, exist_ok=True)
             except OSError as error:
                 raise self._not_writable(error.strerror) from None
-            self._hold(fcntl.LOCK_EX)
-            with contextlib.suppress(OSError):  # on a full disk, a second run's message cannot name this process
+            self._hold()
+            with contextlib.suppress(OSError):  # on a full disk the message of a second run names no process
                 os.ftruncate(self._lock.fileno(), 0)
                 os.write(self._lock.fileno(), f"process {os.getpid()} on {socket.gethostname()}".encode())
 
     def close(self) -> None:
         """Release the lock."""
         if self._lock is not None:
-            self._lock.close()
+            lock.release(self._lock)
             self._lock = None
 
-    def _hold(self, kind: int) -> None:
-        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
+    def _hold(self, shared: bool = False) -> None:
+        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
         try:
             self._lock = os.fdopen(os.open(self.path / LOCK, flags, 0o666), "ab+", buffering=0)
         except OSError as error:
@@ -183,7 +156,7 @@ class RunFolder:
                 "delete it if no run is using this folder"
             ) from None
         try:
-            fcntl.flock(self._lock, kind | fcntl.LOCK_NB)
+            lock.acquire(self._lock, shared)
         except BlockingIOError:
             self._lock.seek(0)
             holder = self._lock.read().decode() or "another process"
@@ -207,7 +180,7 @@ class RunFolder:
         """Write the traceback of a crash, on any process; None if that fails."""
         path = self.path / (f"traceback-process-{rank}.txt" if rank else "traceback.txt")
         try:
-            _replace(path, "".join(traceback.format_exception(error)).encode(errors="replace"))
+            write_whole(path, "".join(traceback.format_exception(error)).encode(errors="replace"))
         except OSError:
             return None
         return path
@@ -238,7 +211,7 @@ class RunFolder:
     def write_report(self, page: str) -> None:
         """Write report.html, whole or not at all. Raises OSError if that fails."""
         if self.writes:
-            _replace(self.report, page.encode(errors="replace"))
+            write_whole(self.report, page.encode(errors="replace"))
 
     def rewind(self, step: int) -> None:
         """Drop incomplete lines and the records of later steps, which the resumed run writes again.
@@ -253,22 +226,23 @@ class RunFolder:
             if int(folder.name.split("-")[1]) > step:
                 logger.warning("%s is set aside as %s", folder, self.abandon(folder).name)
         for path in filter(Path.exists, (self.metrics, self.ledger)):
-            kept = []
-            for line in path.read_bytes().splitlines(keepends=True):
+            content, kept = path.read_bytes(), []
+            for line in content.splitlines(keepends=True):
                 record = parse_record(line)
                 if record is not None and record["step"] <= step and line.endswith(b"\n"):
                     kept.append(line)
-            _replace(path, b"".join(kept))
+            if (rest := b"".join(kept)) != content:
+                write_whole(path, rest)
 
     def copy_records(self, other: Path) -> None:
         """Copy the records of the run in `other`, which continues here."""
         for path in (self.metrics, self.ledger):
             if (source := other / path.name).is_file() and not path.exists():
-                _replace(path, source.read_bytes())
+                write_whole(path, source.read_bytes())
 
     def abandon(self, folder: Path) -> Path:
-        """Rename a folder so that it no longer counts as a checkpoint, and return its new name."""
-        return folder.rename(folder.with_name(f"abandoned-{time.time_ns()}-{folder.name}"))
+        """Rename a folder, so that it no longer counts as a checkpoint, and return its new name."""
+        return rename(folder, folder.with_name(f"abandoned-{time.time_ns()}-{folder.name}"))
 
     def _append(self, path: Path, values: dict[str, Any]) -> None:
         """Append a line; if the disk is full, keep it for the next call, because training need not stop for that."""

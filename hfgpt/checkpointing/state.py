@@ -70,7 +70,7 @@ def write_files(
     """Write all files of a checkpoint except its manifest, from a `snapshot`, because training continues meanwhile."""
     model.save_pretrained(folder, state_dict=tensors["weights"])
     save_tokenizer(tokenizer, folder)
-    (folder / "README.md").write_text(card, encoding="utf-8")
+    (folder / "README.md").write_text(card, encoding="utf-8", newline="\n")
     save_file(tensors["optimizer"], folder / STATE / "optimizer.safetensors")
     write_json(folder / STATE / "trainer_state.json", trainer)
     write_json(folder / STATE / "data_state.json", data)
@@ -114,7 +114,8 @@ def _read_tensors(folder: Path, model: PreTrainedModel, state: dict[str, Tensors
     where = f"resume_from_checkpoint={folder}"
     try:
         weights = to_parameter_names(load_file(folder / "model.safetensors"))
-        moments = load_file(folder / STATE / "optimizer.safetensors")
+        # Copies: the optimizer keeps these tensors, and the file, which may be deleted before the run ends, with them.
+        moments = {name: value.clone() for name, value in load_file(folder / STATE / "optimizer.safetensors").items()}
     except (OSError, ValueError, RecursionError, SafetensorError) as error:
         raise UserError(f"{where}: cannot be read ({error}); use another one") from error
     if differing := _find_differing(weights, dict(model.named_parameters())):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Annotated, Any
 from typer import Option
 
 from hfgpt.cli.options import Checkpoint, path, whole
-from hfgpt.cli.output import silence_transformers
+from hfgpt.cli.output import as_json_line, silence_transformers
 from hfgpt.errors import UserError
 
 
@@ -61,7 +60,7 @@ def generate(
         for number, text in enumerate(texts):
             given = prompts[number // num_samples]
             if is_json:
-                print(json.dumps({"prompt": given, "text": text}, ensure_ascii=False), flush=True)
+                print(as_json_line({"prompt": given, "text": text}), flush=True)
             elif is_streamed:
                 print()
             else:

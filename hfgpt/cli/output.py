@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from typing import Any
 
 from hfgpt.errors import RunError
@@ -12,6 +13,12 @@ from hfgpt.messages.formats import rounded
 def as_json(facts: dict[str, Any]) -> str:
     """Return indented JSON, with null for infinity and NaN, which JSON lacks."""
     return json.dumps(json.loads(json.dumps(facts), parse_constant=lambda _: None), indent=2)
+
+
+def as_json_line(facts: dict[str, Any]) -> str:
+    """Return JSON on one line, in characters that standard output has: others would be replaced."""
+    is_utf8 = (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
+    return json.dumps(facts, ensure_ascii=not is_utf8)
 
 
 def as_lines(facts: dict[str, Any], unknown: str = "unknown") -> str:

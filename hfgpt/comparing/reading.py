@@ -15,6 +15,7 @@ from hfgpt.comparing.runs import PastRun, add_record, number
 from hfgpt.config import PretrainConfig
 from hfgpt.errors import UserError
 from hfgpt.files import read_text_file
+from hfgpt.links import follow
 from hfgpt.model.flops import training_flops_per_token
 
 # Settings that only name a run or its files, and lengths, which the plan records as max_steps.
@@ -35,7 +36,7 @@ def read_runs(paths: Sequence[str | Path], tokens_per_step: Sequence[int] = ()) 
 
     tokens_per_step: for the logs: one value for all, or one for each, in order. Raises UserError with all problems.
     """
-    places = [Path(path) for path in paths]
+    places = [follow(path) for path in paths]
     logs = [path for path in places if path.is_file() and path.name not in _RECORD_FILES]
     problems = [f"tokens_per_step={value}: must be greater than 0" for value in tokens_per_step if value < 1]
     if len(tokens_per_step) not in (0, 1, len(logs)):

@@ -86,7 +86,7 @@ def write_report(path: Path, report: Report) -> list[Path]:
         if suffix == ".png":
             path.write_bytes(png.draw(report.plots[0], dpi=200))
         elif suffix in (".html", ".htm"):
-            path.write_text(as_page(report), encoding="utf-8", errors="replace")
+            path.write_text(as_page(report), encoding="utf-8", errors="replace", newline="\n")
         else:
             return _write_markdown(path, report)
     except OSError as error:
@@ -101,7 +101,7 @@ def _write_markdown(path: Path, report: Report) -> list[Path]:
     for plot in report.plots:
         files[plot.name].write_bytes(png.draw(plot))
     text = as_markdown(report, {name: file.name for name, file in files.items()})
-    path.write_text(text, encoding="utf-8", errors="replace")
+    path.write_text(text, encoding="utf-8", errors="replace", newline="\n")
     return [*(files[plot.name] for plot in report.plots), path]
 
 

@@ -16,7 +16,7 @@ import torch.utils.data
 
 from hfgpt.data.remote import take_retries
 from hfgpt.data.stream import StepBatch, Stream, divisors, join_batches
-from hfgpt.distributed.launcher import signal_at_parent_exit
+from hfgpt.distributed.launcher import end_with_parent
 from hfgpt.distributed.stop_signals import stop_signals
 from hfgpt.errors import RunError, UserError
 
@@ -71,11 +71,14 @@ class _Share(torch.utils.data.IterableDataset[Any]):
 
 
 def _end_with_parent() -> None:
-    """On Linux, have this worker killed when its parent ends, for whatever reason and however long a step takes."""
-    signal_at_parent_exit(signal.SIGKILL)
-    parent, forkserver = multiprocessing.parent_process(), multiprocessing.get_start_method() == "forkserver"
-    if parent and (not parent.is_alive() if forkserver else os.getppid() != parent.pid):
-        os._exit(1)  # it has already ended
+    """Have this worker end with its parent, however that ends and however long a step takes."""
+    parent = multiprocessing.parent_process()
+    if parent is None or parent.pid is None:
+        return
+    is_served = multiprocessing.get_start_method() == "forkserver"  # then the server, which ends with the parent, forks
+    end_with_parent(os.getppid() if is_served else parent.pid, at_once=True)
+    if is_served and not parent.is_alive():
+        os._exit(1)  # it ended before
 
 
 def _load(share: _Share, workers: int) -> Generator[StepBatch, None, None]:

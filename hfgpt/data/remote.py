@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import pyarrow as pa
 
 from hfgpt.errors import RunError, UserError, message
+from hfgpt.links import follow
 from hfgpt.retry import error_names, is_temporary, retry
 
 logger = logging.getLogger(__name__)
@@ -182,8 +183,8 @@ def model_files(name: str, setting: str = "init_from=") -> Path:
     from huggingface_hub import snapshot_download
 
     if Path(name).exists():
-        return Path(name)
-    if name.count("/") > 1 or name.startswith((".", "/", "~")):
+        return follow(name)
+    if name.count("/") > 1 or name.startswith((".", "/", "~")) or set(name) & {"\\", ":"}:
         raise UserError(f"{setting}{name}: no such file or folder")
     repository, _, revision = name.partition("@")
     configuration = ("config.json", "generation_config.json", "tokenizer*.json", "vocab.json", "merges.txt")

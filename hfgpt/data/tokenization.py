@@ -17,6 +17,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from hfgpt.data.encoding import make_repeatable
 from hfgpt.data.remote import quiet_hub
 from hfgpt.errors import UserError, message
+from hfgpt.links import follow
 from hfgpt.model.configuration_gpt2 import model_rows, special_ids
 
 # Parallel encoding in this process would make every later fork print a warning, and could hang the child.
@@ -46,13 +47,14 @@ def load_tokenizer(name: str, texts: Callable[[], Iterable[str]], model_max_leng
     if name.startswith("bpe-"):
         options |= dict.fromkeys(("bos_token", "eos_token", "pad_token"), END_OF_TEXT)
         return PreTrainedTokenizerFast(tokenizer_object=_train_bpe(name, texts), **options)
-    files = {path.name for path in Path(name).glob("*")}
+    folder = follow(name)
+    files = {path.name for path in folder.glob("*")}
     if "vocab.json" in files and not files & {"tokenizer.json", "tokenizer_config.json", "config.json"}:
         options["tokenizer_type"] = "gpt2"  # this pair of files alone does not name its class
     try:
         with quiet_hub():
-            tokenizer = AutoTokenizer.from_pretrained(name, **options)
-    except Exception as error:  # broken and missing tokenizers raise errors of many types
+            tokenizer = AutoTokenizer.from_pretrained(folder if folder.is_dir() else name, **options)
+    except Exception as error:  # each broken or missing tokenizer fails in its own way
         raise UserError(
             f"tokenizer={name}: not char or bpe-N, and no tokenizer could be loaded from a folder or Hub "
             f"repository of that name ({message(error)}); give one of these three"
@@ -125,4 +127,4 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: str | os.PathLike
     for key, i in special_ids(tokenizer).items():
         if i is not None and config.get(name := key.removesuffix("_id")) is None:
             config[name] = content[i]
-    path.write_text(json.dumps(config, indent=2, ensure_ascii=False, sort_keys=True) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(config, indent=2, ensure_ascii=False, sort_keys=True) + "\n", "utf-8", newline="\n")

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import importlib
 import os
 import platform
 import re
-import resource
+import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -20,6 +22,7 @@ from hfgpt.distributed.launcher import SET_BY_LAUNCHERS
 
 # The limits of Linux's control groups, and the group of this process.
 CGROUPS, OWN_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+TOPOLOGY = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 THREADS_FLAG = "__num_cpu_threads_per_process"  # of accelerate launch, with underscores for dashes
 
@@ -28,12 +31,25 @@ THREADS_FLAG = "__num_cpu_threads_per_process"  # of accelerate launch, with und
 def cpuinfo(key: str) -> str:
     """Return the first value of `key` in Linux's list of processors, or an empty string."""
     path = Path("/proc/cpuinfo")
-    found = re.search(rf"^{key}[ \t]*:(.*)$", path.read_text() if path.exists() else "", re.MULTILINE)
+    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    found = re.search(rf"^{key}[ \t]*:(.*)$", text, re.MULTILINE)
     return found[1].strip() if found else ""
 
 
+@functools.cache
 def model_name() -> str:
-    return cpuinfo("model name") or platform.processor() or platform.machine()
+    """Return the name of the processor as its maker writes it, where the system knows it."""
+    name = cpuinfo("model name")
+    with contextlib.suppress(OSError, ImportError):
+        if sys.platform == "darwin":
+            command = ["/usr/sbin/sysctl", "-n", "machdep.cpu.brand_string"]
+            name = subprocess.run(command, capture_output=True, encoding="utf-8").stdout.strip()
+        elif sys.platform == "win32":
+            winreg: Any = importlib.import_module("winreg")
+            path = r"HARDWARE\DESCRIPTION\System\CentralProcessor\0"
+            with winreg.OpenKey(winreg.HKEY_LOCAL_MACHINE, path) as key:
+                name = winreg.QueryValueEx(key, "ProcessorNameString")[0].strip()
+    return name or platform.processor() or platform.machine()
 
 
 def has_bf16() -> bool:
@@ -43,9 +59,11 @@ def has_bf16() -> bool:
 
 
 def available_cores() -> int:
-    """Return how many cores this process may use: its affinity, or the container's CPU quota where that is less."""
-    # macOS has no affinity.
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Return how many cores this process may use: those of its affinity, or the container's CPU quota if that is less.
+
+    Cores are physical where the system knows them: two threads on one core compute no faster than one.
+    """
+    cores = _physical_cores()
     limits = zip(_cgroup_values("cpu", "cpu.cfs_quota_us"), _cgroup_values("cpu", "cpu.cfs_period_us"), strict=False)
     for quota, period in (*map(str.split, _cgroup_values("cpu", "cpu.max")), *limits):
         if quota.isdigit():  # no limit is "max", and -1 in version 1
@@ -53,9 +71,21 @@ def available_cores() -> int:
     return cores
 
 
+def _physical_cores() -> int:
+    """Return the number of physical cores that this process's affinity reaches; of logical ones if they are unknown."""
+    logical = os.cpu_count() or 1
+    cpus = [*range(logical)]
+    with contextlib.suppress(psutil.Error, OSError, AttributeError):  # macOS has no affinity
+        cpus = psutil.Process().cpu_affinity() or cpus
+    with contextlib.suppress(OSError):
+        return len({Path(TOPOLOGY.format(cpu)).read_text(encoding="utf-8") for cpu in cpus})
+    physical = min(psutil.cpu_count(logical=False) or logical, logical)
+    return max(1, min(len(cpus), round(len(cpus) * physical / logical)))
+
+
 def memory_bytes() -> int:
     """Return this process's share of the machine's memory, or of the container's limit where that is less."""
-    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    machine = psutil.virtual_memory().total
     limits = (*_cgroup_values("memory", "memory.max"), *_cgroup_values("memory", "memory.limit_in_bytes"))
     # No limit is "max", and a number beyond any machine in version 1.
     return min([machine, *(int(limit) for limit in limits if limit.isdigit())]) // local_processes()
@@ -68,7 +98,7 @@ def _cgroup_values(controller: str, name: str) -> list[str]:
     """
     found: dict[Path, str] = {}
     with contextlib.suppress(OSError):
-        for line in OWN_CGROUP.read_text().splitlines():
+        for line in OWN_CGROUP.read_text(encoding="utf-8", errors="replace").splitlines():
             _, controllers, path = line.split(":", 2)
             if controllers and controller not in controllers.split(","):
                 continue
@@ -76,7 +106,7 @@ def _cgroup_values(controller: str, name: str) -> list[str]:
             group = Path(*(part for part in Path(path.lstrip("/")).parts if part != ".."))
             for folder in (top / part for top in tops for part in (group, *group.parents)):
                 with contextlib.suppress(OSError):
-                    found[folder] = (folder / name).read_text().strip()
+                    found[folder] = (folder / name).read_text(encoding="utf-8").strip()
     return list(found.values())
 
 
@@ -117,6 +147,11 @@ def _user_has_set_threads() -> bool:
 
 def peak_memory_bytes() -> int:
     """Return the most memory that was resident so far."""
+    try:
+        resource: Any = importlib.import_module("resource")
+    except ImportError:  # Windows
+        memory = psutil.Process().memory_info()
+        return getattr(memory, "peak_wset", memory.rss)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
@@ -124,7 +159,7 @@ def reset_peak_memory() -> None:
     """Let `peak_memory_bytes` start again from what is resident now; only Linux can."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL("libc.so.6").malloc_trim(0)  # see keep_freed_memory
-        Path("/proc/self/clear_refs").write_text("5")
+        Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
 
 
 def keep_freed_memory() -> None:

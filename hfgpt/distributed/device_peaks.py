@@ -81,7 +81,7 @@ def _rows_of(name: str) -> list[dict[str, str]]:
 
 
 def _read_table() -> list[dict[str, str]]:
-    with files("hfgpt.distributed").joinpath("devices.csv").open() as table:
+    with files("hfgpt.distributed").joinpath("devices.csv").open(encoding="utf-8") as table:
         return list(csv.DictReader(table))
 
 

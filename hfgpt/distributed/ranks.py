@@ -17,6 +17,7 @@ import torch.distributed as dist
 from hfgpt.distributed.launcher import rank_and_world_size
 from hfgpt.distributed.stop_signals import Interrupted
 from hfgpt.errors import RunError, UserError, first_line, message
+from hfgpt.files import WINDOWS
 
 T = TypeVar("T")
 
@@ -194,7 +195,9 @@ def _open_store(rank: int, timeout_seconds: float) -> dist.Store:
         ) from None
     is_server = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     timeout = timedelta(seconds=timeout_seconds)
-    server = dist.TCPStore(host, port, None, is_server, timeout, wait_for_workers=False, multi_tenant=True)
+    uses_libuv = os.environ.get("USE_LIBUV", "0" if WINDOWS else "1") == "1"  # as torch: its Windows build lacks it
+    options = {"wait_for_workers": False, "multi_tenant": True, "use_libuv": uses_libuv}
+    server = dist.TCPStore(host, port, None, is_server, timeout, **options)
     store = dist.PrefixStore(f"hfgpt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", server)
     store.set_timeout(timedelta(seconds=STORE_SECONDS))
     return store

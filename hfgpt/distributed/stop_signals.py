@@ -1,4 +1,4 @@
-"""Treat SIGTERM, SIGINT and SIGHUP as requests to stop, so that the current step finishes and is saved first."""
+"""SIGTERM, SIGINT (Ctrl-C), SIGHUP and SIGBREAK as a request to stop: the step in flight ends and is saved first."""
 
 from __future__ import annotations
 
@@ -24,10 +24,15 @@ class Interrupted(BaseException):
 
 
 def stop_signals() -> list[signal.Signals]:
-    """Return the signals that ask a process to stop, with SIGHUP (a closed terminal) unless ignored (nohup)."""
+    """Return the signals that ask a process to stop. SIGHUP, of a closed terminal, is one unless ignored (nohup).
+
+    On Windows SIGBREAK comes from Ctrl-Break, and from a window that is closed.
+    """
     numbers = [signal.SIGTERM, signal.SIGINT]
     if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
         numbers.append(signal.SIGHUP)
+    if hasattr(signal, "SIGBREAK"):
+        numbers.append(signal.SIGBREAK)
     return numbers
 
 

@@ -14,6 +14,7 @@ from hfgpt.data.remote import model_files
 from hfgpt.distributed.device import default_device
 from hfgpt.errors import UserError, one_line
 from hfgpt.files import has_tokenizer, read_text_file
+from hfgpt.links import follow
 from hfgpt.model.configuration_gpt2 import model_rows
 from hfgpt.model.modeling_gpt2 import GPT2LMHeadModel
 from hfgpt.model.pretrained import load_model, read_config
@@ -24,7 +25,7 @@ def load_checkpoint(folder: str | Path, device: torch.device | None = None) -> t
 
     Raises UserError if the folder is missing, incomplete or unreadable, or if model and tokenizer do not fit.
     """
-    folder, where = Path(folder), f"checkpoint {folder}"
+    folder, where = follow(folder), f"checkpoint {folder}"
     read_config(folder, where)
     if not has_tokenizer(folder):
         raise UserError(f"{where}: no tokenizer.json; copy the tokenizer's files into it")

@@ -12,6 +12,7 @@ from hfgpt.checkpointing.read_training_state import STATE, read_state
 from hfgpt.checkpointing.run_folder import RunFolder
 from hfgpt.errors import UserError
 from hfgpt.files import read_text_file
+from hfgpt.links import follow
 
 WEIGHTS = "model.safetensors"
 # Keys in the record of each task that a model card needs.
@@ -30,7 +31,7 @@ def record_evaluation(folder: str | Path, task: str, found: Mapping[str, Any]) -
     Raises UserError if `check_recordable` does, or if the file cannot be written.
     """
     identity = check_recordable(folder)
-    run = RunFolder(Path(folder).resolve().parent)
+    run = RunFolder(follow(folder).resolve().parent)
     run.record_evaluation(**{**found, **identity, "task": task})
     return run.evaluations
 
@@ -40,7 +41,7 @@ def check_recordable(folder: str | Path) -> dict[str, Any]:
 
     Raises UserError for a folder that is not a run's checkpoint, and for weights that have changed.
     """
-    where, folder = f"checkpoint {folder}", Path(folder).resolve()
+    where, folder = f"checkpoint {folder}", follow(folder).resolve()
     if (identity := _identify(folder)) is None:
         raise UserError(
             f"{where}: not a checkpoint inside a run folder, where results are recorded; leave out --record"
@@ -51,8 +52,8 @@ def check_recordable(folder: str | Path) -> dict[str, Any]:
 
 
 def read_evaluations(folder: str | Path) -> list[dict[str, Any]]:
-    """Return the records for a checkpoint's weights, oldest first; only the newest for each task and dataset."""
-    folder = Path(folder).resolve()
+    """Return the records of a checkpoint's weights, oldest first; of each task and dataset only the newest."""
+    folder = follow(folder).resolve()
     if (identity := _identify(folder)) is None:
         return []
     newest: dict[tuple[Any, ...], dict[str, Any]] = {}

@@ -13,6 +13,7 @@ from hfgpt.data.tokenization import load_tokenizer, save_tokenizer
 from hfgpt.errors import UserError
 from hfgpt.files import has_tokenizer, read_text_file
 from hfgpt.hub.model_card import export_card, plain_card
+from hfgpt.links import follow
 from hfgpt.model.configuration_gpt2 import fields_of
 from hfgpt.model.flops import parameter_counts
 from hfgpt.model.modeling_gpt2 import GPT2LMHeadModel, new_model
@@ -50,7 +51,7 @@ def export(checkpoint: Path, folder: Path, dtype: str = "float32", untie_head: b
     `untie_head` also stores the head's matrix, for programs that expect one. Raises UserError for a damaged
     checkpoint, and for values outside the range of `dtype`.
     """
-    where = f"checkpoint {checkpoint}"
+    where, checkpoint = f"checkpoint {checkpoint}", follow(checkpoint)
     refuse_existing(folder)
     if (checkpoint / MANIFEST).exists() and (damage := find_damage(checkpoint, MODEL_FILES)):
         raise UserError(f"{where}: {damage}; use another checkpoint")
@@ -118,7 +119,7 @@ def _write(folder: Path, model: GPT2LMHeadModel, tokenizer: PreTrainedTokenizerF
         model.save_pretrained(temporary)
         if tokenizer is not None:
             save_tokenizer(tokenizer, temporary)
-        (temporary / "README.md").write_text(card, encoding="utf-8")
+        (temporary / "README.md").write_text(card, encoding="utf-8", newline="\n")
 
     write_folder(folder, write)
     config, dtype = model.config, str(model.dtype).removeprefix("torch.")

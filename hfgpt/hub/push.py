@@ -25,6 +25,7 @@ from hfgpt.errors import RunError, UserError, message, one_line
 from hfgpt.evaluation.results import read_evaluations
 from hfgpt.hub.model_card import PLOT, address_card, model_card, plot_losses, public_records, split_languages
 from hfgpt.hub.verify import check_is_model, verify
+from hfgpt.links import follow
 from hfgpt.messages.slow_progress import SlowWork
 from hfgpt.retry import is_temporary, retry
 
@@ -60,9 +61,9 @@ def push(
     instead of the run's. Raises UserError if nothing can be sent, and RunError if the folder fails verification (then
     nothing is sent) or if the upload fails.
     """
-    check_is_model(Path(folder))
+    check_is_model(follow(folder))
     token = check_access(repo_id)
-    given, folder = folder, Path(folder).resolve()  # checkpoint-latest may point elsewhere before this finishes
+    given, folder = folder, follow(folder).resolve()  # checkpoint-latest may point elsewhere before this ends
     verified = verify(folder)
     if problems := verified["problems"]:
         raise RunError(f"checkpoint {given} was not pushed: {'; '.join(problems)}")

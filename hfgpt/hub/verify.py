@@ -22,6 +22,7 @@ from hfgpt.data import prepare_data_of_run
 from hfgpt.errors import UserError
 from hfgpt.evaluation.loss import scored_blocks, windows
 from hfgpt.files import has_tokenizer, read_text_file
+from hfgpt.links import follow
 from hfgpt.messages.slow_progress import SlowWork
 from hfgpt.model.configuration_gpt2 import model_rows
 
@@ -40,9 +41,9 @@ def verify(folder: str | Path) -> dict[str, Any]:
     `loss_not_checked` says why it is missing. Python warnings from transformers are logged, but are not problems.
     Raises UserError for a folder without a model.
     """
-    folder = Path(folder)
-    check_is_model(folder)
     facts: dict[str, Any] = {"checkpoint": str(folder)}
+    folder = follow(folder)
+    check_is_model(folder)
     problems = _file_problems(folder)
     if not (has_tokenizer(folder) and all((folder / name).is_file() for name in REQUIRED)):
         return {**facts, "problems": problems}
@@ -99,13 +100,15 @@ def _load_in_clean_process(
 ) -> subprocess.CompletedProcess[str]:
     """Run `load_with_transformers.py`, isolated from the environment of this process and from this package."""
     with tempfile.TemporaryDirectory() as temporary:
-        command = [sys.executable, "-I", str(SCRIPT), str(folder.resolve())]
+        command = [sys.executable, "-I", "-X", "utf8", str(SCRIPT), str(folder.resolve())]
         if blocks is not None:
             command.append(str(Path(temporary, "blocks.npz")))
             np.savez(command[-1], inputs=blocks[0], targets=blocks[1])
         environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
         with SlowWork("verifying with stock transformers"):
-            return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=temporary)
+            return subprocess.run(
+                command, capture_output=True, encoding="utf-8", errors="replace", env=environment, cwd=temporary
+            )
 
 
 def _evaluation(folder: Path) -> tuple[float, float, tuple[np.ndarray, np.ndarray]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import errno
 import os
 import sys
 from collections.abc import Iterable, Iterator
@@ -10,6 +11,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from hfgpt.errors import RunError
+from hfgpt.files import WINDOWS
 
 BROKEN_PIPE = 141  # 128 + SIGPIPE, as for other command line tools
 NAMES = ("stdout", "stderr")
@@ -64,7 +66,7 @@ class SafeStream:
             atexit.register(self._discard)
         if self._must_write:
             self._must_write = False  # report it once
-            if isinstance(error, BrokenPipeError):
+            if isinstance(error, BrokenPipeError) or (WINDOWS and getattr(error, "errno", None) == errno.EINVAL):
                 raise SystemExit(BROKEN_PIPE)
             raise RunError(f"{self._name} cannot be written: {reason}")
 

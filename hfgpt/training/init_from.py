@@ -16,6 +16,7 @@ from hfgpt.data.tokenization import load_tokenizer
 from hfgpt.distributed.ranks import Ranks
 from hfgpt.errors import UserError
 from hfgpt.files import has_tokenizer
+from hfgpt.links import follow
 from hfgpt.model.configuration_gpt2 import ARCHITECTURE_FIELDS, fields_of, model_fields
 from hfgpt.model.pretrained import fit_vocabulary, load_model, read_config
 from hfgpt.settings.field_types import AUTO
@@ -59,7 +60,7 @@ def _recorded_source(config: PretrainConfig, resumed_from: Path) -> tuple[str | 
             raise UserError(f"init_from={config.init_from}: {run}; leave it out, or choose another output_dir")
         return None, {}
     stated = config.init_from or name
-    if name not in (stated, str(Path(stated).resolve())) and not name.startswith(f"{stated}@"):
+    if name not in (stated, str(follow(stated).resolve())) and not name.startswith(f"{stated}@"):
         logger.warning("init_from=%s is not read: %s", stated, run)
     return name, recorded["model"]
 

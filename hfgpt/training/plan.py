@@ -171,6 +171,6 @@ def _git_revision(folder: Path) -> str | None:
     """Return the current commit of the git repository that contains `folder`, if any."""
     try:
         command = ["git", "rev-parse", "HEAD"]
-        return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
+        return subprocess.run(command, cwd=folder, capture_output=True, encoding="utf-8", check=True).stdout.strip()
+    except (OSError, ValueError, subprocess.CalledProcessError):
         return None

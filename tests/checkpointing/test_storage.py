@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import re
-import resource
 import signal
 import subprocess
 import sys
@@ -19,6 +18,8 @@ from hfgpt.checkpointing.checkpoint import find_damage
 
 def allow_file_size(run, size: int) -> None:
     """A file of the run can grow to `size` bytes from here on, as if the disk ended there."""
+    import resource  # of Unix
+
     resource.prlimit(run.process.pid, resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
 
 
@@ -29,7 +30,7 @@ def test_a_failed_save_is_reported_and_made_up_for(start):
     allow_file_size(run, 2000)  # neither a checkpoint nor a line of metrics fits
     run.wait_for(lambda: re.search("checkpoint of step .* could not be written", run.errors.read_text()))
     assert find_damage((run.folder / "checkpoint-latest").resolve()) is None
-    allow_file_size(run, resource.RLIM_INFINITY)
+    allow_file_size(run, -1)  # no limit
     run.wait_for_steps(25)
     run.process.send_signal(signal.SIGTERM)
     assert "metrics.jsonl cannot be written (File too large)" in run.end()

@@ -148,6 +148,7 @@ def test_an_empty_folder_or_glob_is_reported(tmp_path):
             open_source(str(dataset))
 
 
+@pytest.mark.unix_only
 def test_links_are_not_followed_in_circles_and_no_file_is_read_twice(tmp_path):
     text = tmp_path / "text"
     (text / "sub" / "below").mkdir(parents=True)
@@ -177,6 +178,7 @@ def test_links_are_not_followed_in_circles_and_no_file_is_read_twice(tmp_path):
     assert len(read(open_source(str(text / "latest" / "again")))[0]) == 8
 
 
+@pytest.mark.unix_only
 def test_a_broken_link_is_named(tmp_path):
     write_jsonl(tmp_path / "good.jsonl", ["good"])
     (tmp_path / "gone.jsonl").symlink_to(tmp_path / "nothing")

@@ -349,6 +349,7 @@ def test_fault_in_a_worker_arrives_as_itself(tmp_path, workers):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.unix_only
 def test_workers_leave_signals_to_the_main_process(tmp_path):
     stream = document_stream(tmp_path / "text")
     steps = iterate(stream, None, num_workers=2)

@@ -1,6 +1,8 @@
 """This process's share of the machine: threads, cores and memory, within a container's limits."""
 
 import os
+import sys
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import psutil
@@ -120,7 +122,7 @@ NO_LIMIT = "9223372036854771712"  # of version 1
 )
 def test_memory_is_the_containers_limit_shared_among_the_processes(cgroups, monkeypatch, own, files, gib):
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    monkeypatch.setattr(os, "sysconf", lambda name: {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 8 * GIB // 4096}[name])
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=8 * GIB))
     cgroups(own, files)
     assert cpu.memory_bytes() == gib * GIB
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
@@ -129,10 +131,83 @@ def test_memory_is_the_containers_limit_shared_among_the_processes(cgroups, monk
 
 def test_memory_without_control_groups_is_the_machines(cgroups, monkeypatch):
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    assert cpu.memory_bytes() == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert cpu.memory_bytes() == psutil.virtual_memory().total
 
 
-@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="Linux only")
+def machine(monkeypatch, tmp_path, physical, logical, affinity=None, topology=()):
+    """A processor as psutil reports it, and its `topology`: the threads that share a core, for each core."""
+    monkeypatch.setattr(psutil, "cpu_count", lambda logical=True, counts=(physical, logical): counts[logical])
+    monkeypatch.setattr(os, "cpu_count", lambda: logical)
+    cpus = [*range(logical)] if affinity is None else affinity
+    monkeypatch.setattr(psutil.Process, "cpu_affinity", lambda self: cpus, raising=False)
+    monkeypatch.setattr(cpu, "TOPOLOGY", str(tmp_path / "topology {}"))
+    for siblings in topology:
+        for sibling in siblings:
+            (tmp_path / f"topology {sibling}").write_text(f"{siblings}\n")
+
+
+@pytest.mark.parametrize(
+    ("described", "cores"),
+    [
+        ({"physical": 8, "logical": 16}, 8),
+        ({"physical": 8, "logical": 8}, 8),  # one thread on each core, as many virtual machines report
+        ({"physical": None, "logical": 16}, 16),
+        ({"physical": 16, "logical": 4}, 4),  # a container sees four of them
+        ({"physical": 8, "logical": 16, "affinity": [*range(8)]}, 4),
+        ({"physical": 8, "logical": 16, "affinity": [3]}, 1),
+        ({"physical": 2, "logical": 4, "topology": [(0, 2), (1, 3)]}, 2),
+        ({"physical": 2, "logical": 4, "topology": [(0, 2), (1, 3)], "affinity": [0, 1]}, 2),
+        ({"physical": 2, "logical": 4, "topology": [(0, 2), (1, 3)], "affinity": [0, 2]}, 1),
+        ({"physical": 6, "logical": 8, "topology": [(0, 1), (2, 3), (4,), (5,), (6,), (7,)]}, 6),  # of two kinds
+        ({"physical": 6, "logical": 8, "topology": [(0, 1), (2, 3), (4,), (5,)], "affinity": [4, 5]}, 2),
+        ({"physical": 4, "logical": 8, "affinity": []}, 4),
+    ],
+)
+def test_cores_are_physical_ones_where_they_are_known(cgroups, monkeypatch, tmp_path, described, cores):
+    machine(monkeypatch, tmp_path, **described)
+    assert cpu.available_cores() == cores
+
+
+def test_cores_without_affinity(cgroups, monkeypatch, tmp_path):
+    """As on macOS, or where this process may not ask for it."""
+    machine(monkeypatch, tmp_path, physical=8, logical=16)
+    for error in (psutil.AccessDenied(), AttributeError(), OSError()):
+        monkeypatch.setattr(psutil.Process, "cpu_affinity", lambda self, error=error: raises(error), raising=False)
+        assert cpu.available_cores() == 8
+    monkeypatch.delattr(psutil.Process, "cpu_affinity")
+    assert cpu.available_cores() == 8
+
+
+def raises(error):
+    raise error
+
+
+def test_peak_memory_without_the_module_resource(monkeypatch):
+    with_it = cpu.peak_memory_bytes()
+    assert with_it >= 2**20
+    monkeypatch.setitem(sys.modules, "resource", None)
+    assert abs(cpu.peak_memory_bytes() - psutil.Process().memory_info().rss) < 2**24
+    monkeypatch.setattr(psutil.Process, "memory_info", lambda self: SimpleNamespace(rss=5, peak_wset=9))
+    assert cpu.peak_memory_bytes() == 9  # of Windows
+
+
+@pytest.mark.parametrize(("platform", "expected"), [("darwin", "Apple M2"), ("win32", "Brand CPU @ 2 GHz")])
+def test_the_name_of_the_processor_where_there_is_no_proc(monkeypatch, platform, expected):
+    registry = SimpleNamespace(
+        HKEY_LOCAL_MACHINE=1,
+        OpenKey=lambda root, path: nullcontext(path),
+        QueryValueEx=lambda key, name: (f"Brand CPU @ 2 GHz {'' * len(key + name)} ", 1),
+    )
+    monkeypatch.setitem(sys.modules, "winreg", registry)
+    monkeypatch.setattr(cpu.subprocess, "run", lambda command, **_: SimpleNamespace(stdout="Apple M2\n"))
+    monkeypatch.setattr(cpu.sys, "platform", platform)
+    monkeypatch.setattr(cpu, "cpuinfo", lambda key: "")
+    assert cpu.model_name.__wrapped__() == expected
+    monkeypatch.setitem(sys.modules, "winreg", None)  # or refused
+    monkeypatch.setattr(cpu.subprocess, "run", lambda command, **_: raises(FileNotFoundError()))
+    assert cpu.model_name.__wrapped__()
+
+
 @pytest.mark.parametrize(
     ("own", "files", "cores"),
     [
@@ -145,7 +220,7 @@ def test_memory_without_control_groups_is_the_machines(cgroups, monkeypatch):
         ("", {}, 8),
     ],
 )
-def test_cores_by_affinity_and_quota(cgroups, monkeypatch, own, files, cores):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+def test_cores_by_affinity_and_quota(cgroups, tmp_path, monkeypatch, own, files, cores):
+    machine(monkeypatch, tmp_path, physical=8, logical=8)
     cgroups(own, files)
     assert cpu.available_cores() == cores

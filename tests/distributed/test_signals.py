@@ -167,8 +167,8 @@ def test_a_killed_process_is_named_by_the_other_and_the_run_resumes(start, rank)
 @pytest.mark.slow
 def test_a_second_signal_during_a_save_leaves_the_whole_checkpoint_before(start, tmp_path):
     recipe = tmp_path / "quickstart.py"
-    slow_disk = "import time\nfrom hfgpt.checkpointing import checkpoint\nsync = checkpoint._sync\n"
-    slow_disk += "checkpoint._sync = lambda path: (time.sleep(1), sync(path))\n"
+    slow_disk = "import time\nfrom hfgpt.checkpointing import checkpoint\nsync = checkpoint.sync\n"
+    slow_disk += "checkpoint.sync = lambda path: (time.sleep(1), sync(path))\n"
     recipe.write_text(slow_disk + (ROOT / "recipes" / "quickstart.py").read_text().replace("from __future__", "# "))
     run = start(FORKED, "--save_steps", "3", recipe=recipe)
     run.wait_for(lambda: (run.folder / "checkpoint-latest").exists())

@@ -162,7 +162,11 @@ WTE, PROJECTION = "transformer.wte.weight", "transformer.h.1.attn.c_proj.weight"
         (changed(PROJECTION, lambda value: value * torch.nan), {}, "c_proj.weight contains NaN or infinity"),
         (changed(PROJECTION, lambda value: value.int()), {}, "c_proj.weight is not a tensor of floating-point"),
         (changed(WTE, lambda value: "text"), {}, f"{WTE} is not a tensor"),
-        (lambda state: {**state, "transformer.h.0.rotary": torch.ones(3)}, {}, "unexpected tensors: transformer.h.0.rotary"),
+        (
+            lambda state: {**state, "transformer.h.0.rotary": torch.ones(3)},
+            {},
+            "unexpected tensors: transformer.h.0.rotary",
+        ),
         (dict, {"n_layer": 10**9}, "n_layer=1000000000, but the tensors are those of 2 layers"),
         (dict, {"n_head": 5}, "n_embd=32 is not divisible by model.n_head=5"),
         (dict, {"vocab_size": 50304}, r"wte.weight has shape \(24, 32\), but model_args implies \(50304, 32\)"),
@@ -188,6 +192,7 @@ def test_files_that_are_none_of_nanogpts_are_refused(tmp_path, content):
         import_nanogpt(tmp_path / "none.pt", tmp_path / "model", None, None)
 
 
+@pytest.mark.unix_only
 def test_nothing_is_overwritten(tmp_path):
     checkpoint = write_checkpoint(tmp_path / "ckpt.pt", random_state())
     (tmp_path / "model").mkdir()

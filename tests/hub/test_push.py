@@ -274,6 +274,7 @@ def test_the_card_of_an_export_says_so(folder, client, verified, tmp_path):
     assert "# me/tiny\n" in card.text and 'from_pretrained("me/tiny")' in card.text and "this folder" not in card.text
 
 
+@pytest.mark.unix_only
 def test_a_file_that_is_not_of_the_checkpoint_stays_even_under_a_name_of_the_model(folder, tmp_path):
     (tmp_path / "secrets").write_text("not for others")
     (folder / "vocab.json").symlink_to(tmp_path / "secrets")

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import io
 import os
-import pty
 import re
 import struct
 import subprocess
 import sys
-import termios
 import threading
 
 import numpy as np
@@ -112,6 +109,7 @@ def test_a_terminal_gets_a_bar_that_is_gone_in_the_end(monkeypatch):
 @pytest.fixture
 def terminal(monkeypatch):
     """Makes stdout and stderr a terminal, and returns a function that returns what was written to it."""
+    fcntl, pty, termios = map(pytest.importorskip, ("fcntl", "pty", "termios"))
     leader, follower = pty.openpty()
     parts: list[bytes] = []
 

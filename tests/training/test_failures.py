@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -195,7 +196,7 @@ def test_a_signal_whose_checkpoint_cannot_be_written_says_so(config, monkeypatch
     class Stop(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
             if state.global_step == 3:
-                os.kill(os.getpid(), signal.SIGTERM)
+                signal.raise_signal(signal.SIGTERM)
 
     write = hfgpt.checkpointing.state.write_files
 
@@ -311,12 +312,14 @@ def shell(command: str, how: str) -> subprocess.CompletedProcess:
     return subprocess.run(["bash", "-c", command], env=env, capture_output=True, text=True, timeout=60)
 
 
+@pytest.mark.unix_only
 @pytest.mark.parametrize("where", ["| head -1", ">&-", ">&- 2>&- <&-", "> /dev/full", "2>&1 | true"])
 def test_a_recipe_whose_output_is_gone_ends_well(where):
     done = shell(f'set -o pipefail; "$PYTHON" -c "$SCRIPT" {where}', "run_recipe")
     assert done.returncode == 0 and not done.stderr
 
 
+@pytest.mark.unix_only
 def test_a_closed_pipe_ends_a_command_quietly_and_a_full_disk_in_one_line():
     done = shell('set -o pipefail; "$PYTHON" -c "$SCRIPT" | head -1', "run_command")
     assert (done.returncode, done.stdout, done.stderr) == (141, "line 0\n", "")
@@ -325,6 +328,7 @@ def test_a_closed_pipe_ends_a_command_quietly_and_a_full_disk_in_one_line():
         assert done.returncode == 1 and done.stderr == "error: stdout cannot be written: No space left on device\n"
 
 
+@pytest.mark.unix_only
 def test_files_do_not_take_the_place_of_a_closed_output(tmp_path):
     script = "import os; from hfgpt.messages import safe_output; safe_output.make_safe()"
     script += "; print(os.open('file', os.O_CREAT))"
@@ -354,25 +358,27 @@ def test_an_estimate_beyond_all_clocks_ends_nothing(seconds):
 # Signals
 
 
+@pytest.mark.unix_only
 def test_a_signal_passes_what_catches_exceptions():
     with pytest.raises(Interrupted), StopSignals() as signals, signals.interruptible():
         try:
-            os.kill(os.getpid(), signal.SIGTERM)
+            signal.raise_signal(signal.SIGTERM)
             time.sleep(5)
         except Exception:
             pass
     with pytest.raises(Interrupted), StopSignals() as signals, signals.interruptible():
         try:
-            os.kill(os.getpid(), signal.SIGTERM)
+            signal.raise_signal(signal.SIGTERM)
             time.sleep(5)
         except BaseException:  # as some libraries do
             pass
 
 
+@pytest.mark.unix_only
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP"])
 def test_a_signal_ends_the_set_up_at_once(config, monkeypatch, capsys, name):
     def slow(*_, **__):
-        os.kill(os.getpid(), signal.Signals[name])
+        signal.raise_signal(signal.Signals[name])
         time.sleep(20)
 
     monkeypatch.setattr("hfgpt.training.setup.prepare_data", slow)
@@ -384,12 +390,13 @@ def test_a_signal_ends_the_set_up_at_once(config, monkeypatch, capsys, name):
     assert time.monotonic() - began < 20 and not os.path.exists(config().output_dir)
 
 
+@pytest.mark.unix_only
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
 def test_a_signal_ends_a_recipe_outside_of_training_and_its_imports(capsys, name):
     number = signal.Signals[name]
 
     def main():
-        os.kill(os.getpid(), number)
+        signal.raise_signal(number)
         time.sleep(20)
 
     assert ending(capsys, main) == (128 + number, [f"error: {name}"])
@@ -398,11 +405,12 @@ def test_a_signal_ends_a_recipe_outside_of_training_and_its_imports(capsys, name
     assert end.value.code == 128 + number and signal.getsignal(number) == signal.SIG_DFL
 
 
+@pytest.mark.unix_only
 def test_a_closed_terminal_ends_a_run_like_any_signal_but_not_under_nohup(config, monkeypatch):
     class HangUp(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
             if state.global_step == 3:
-                os.kill(os.getpid(), signal.SIGHUP)
+                signal.raise_signal(signal.SIGHUP)
 
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
@@ -414,11 +422,12 @@ def test_a_closed_terminal_ends_a_run_like_any_signal_but_not_under_nohup(config
     assert find_damage(run.folder.checkpoint(3)) is None
 
 
+@pytest.mark.unix_only
 def test_a_signal_ends_a_compilation_at_once(config, monkeypatch):
     run = Pretrainer(config(torch_compile=True))
 
     def compiles(*_, **__):
-        os.kill(os.getpid(), signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
         time.sleep(20)
 
     monkeypatch.setattr(TrainStep, "__call__", compiles)
@@ -438,6 +447,8 @@ LAUNCHERS = [
     "python3.12 -um accelerate.commands.launch recipe.py",
     "python -W ignore -mtorch.distributed.launch recipe.py",
     "python /x/site-packages/accelerate/commands/launch.py recipe.py",
+    "C:/venv/Scripts/python.exe C:/venv/Scripts/accelerate.exe launch recipe.py",
+    "C:/venv/Scripts/torchrun.exe recipe.py",
 ]
 OTHERS = [
     "bash -c python recipe.py --torch_compile true & sleep 30",
@@ -458,7 +469,6 @@ def test_only_launchers_are_followed(command, right):
     assert is_launcher(command.split(" ")) is right
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="Linux alone tells of a parent's end")
 def test_a_parent_with_an_odd_command_line_is_no_fault(tmp_path):
     script = "import hfgpt.distributed.launcher as l; l.stop_with_launcher(); print(l.PARENT_IS_LAUNCHER)"
     code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {script!r}], check=True)"
@@ -481,15 +491,17 @@ def test_a_first_process_that_is_no_launcher_ends_nothing():
     assert done.stdout == "runs\n0\n", done.stderr
 
 
+@pytest.mark.unix_only
 def test_a_launcher_that_has_died_meanwhile_ends_the_process(monkeypatch):
-    sent = []
+    sent, own = [], (os.getpid(), signal.SIGTERM)
     monkeypatch.setattr(launched.os, "kill", lambda pid, number: sent.append((pid, number)))
-    monkeypatch.setattr(launched, "signal_at_parent_exit", lambda number: sent.append(number))
+    monkeypatch.setattr(launched.sys, "platform", "linux")
+    monkeypatch.setattr(launched.ctypes, "CDLL", lambda _: SimpleNamespace(prctl=lambda _, number: sent.append(number)))
     for parent, is_one, right in [
         (os.getppid(), False, []),
         (os.getppid(), True, [signal.SIGTERM]),
         (-1, False, []),
-        (-1, True, [signal.SIGTERM, (os.getpid(), signal.SIGTERM)]),
+        (-1, True, [signal.SIGTERM, own]),
     ]:
         monkeypatch.setattr(launched, "PARENT", parent)
         monkeypatch.setattr(launched, "PARENT_IS_LAUNCHER", is_one)
@@ -545,6 +557,7 @@ ODD_FOLDERS = {
 }
 
 
+@pytest.mark.unix_only
 @pytest.mark.parametrize("kind", ODD_FOLDERS)
 def test_a_run_folder_that_cannot_be_is_one_line(config, capsys, tmp_path, kind):
     (tmp_path / "file").touch()
