@@ -56,9 +56,7 @@ def evaluate(
         int, Option("--per_device_eval_batch_size", parser=whole(1, 2**16), help="Sequences per forward pass.")
     ] = 8,
     mixed_precision: Annotated[Precision, Option("--mixed_precision", help="Precision to compute in.")] = "no",
-    torch_compile: Annotated[
-        bool, Option("--torch_compile/--eager", help="Compile the model; changes only the speed.")
-    ] = False,
+    torch_compile: Annotated[bool, Option("--torch_compile/--eager", help="Compile; changes only the speed.")] = False,
     record: Annotated[
         bool, Option("--record", help="Record the result in the run folder, for the model card.")
     ] = False,

@@ -62,7 +62,12 @@ def plan(
     """
     given = {key: value for key, value in context.params.items() if value is not None and value is not False}
     settings = {key: value for key, value in given.items() if key not in ("measure", "output", "is_json")}
-    planned: Any
+    planned = _plan(settings, measure, output)
+    print(as_json(planned.to_dict()) if is_json else "\n".join(planned.lines()))
+
+
+def _plan(settings: dict[str, Any], measure: bool, output: Path | None) -> Any:
+    """Return a Forecast, or with `measure` a Measurement, which is drawn into `output`."""
     if measure:
         from hfgpt.planning.benchmark import measure_splits
 
@@ -70,13 +75,12 @@ def plan(
             raise UserError(
                 f"{', '.join(wrong)}: cannot be used with --measure, which runs on this machine; leave it out"
             )
-        planned = measure_splits(**settings)
+        measured = measure_splits(**settings)
         if output:
-            planned.plot(output)
-    elif output:
+            measured.plot(output)
+        return measured
+    if output:
         raise UserError(f"output={output}: only --measure draws a plot; add --measure, or leave it out")
-    else:
-        from hfgpt.planning.estimate import forecast
+    from hfgpt.planning.estimate import forecast
 
-        planned = forecast(**settings)
-    print(as_json(planned.to_dict()) if is_json else "\n".join(planned.lines()))
+    return forecast(**settings)
