@@ -173,3 +173,8 @@ def keep_freed_memory() -> None:
         mallopt = ctypes.CDLL("libc.so.6").mallopt
         mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
         mallopt(M_MMAP_MAX, 0)  # keep buffers of more than 32 MiB in the heap, too
+
+
+def busy_share() -> float:
+    """Return the fraction of the machine's cores that other programs are using, from a tenth of a second."""
+    return psutil.cpu_percent(0.1) / 100

@@ -36,6 +36,11 @@ def device_peak(device: torch.device, precision: str) -> Peak:
     return _measure_once(device, precision, *conditions)
 
 
+def measure_again(peak: Peak, device: torch.device, precision: str) -> Peak:
+    """Return the higher one of a measured peak and a new measurement: other programs may have slowed the first."""
+    return max(peak, measure_matmul_tflops(device, precision), key=lambda measured: measured.tflops or 0.0)
+
+
 @cache
 def _measure_once(device: torch.device, precision: str, *conditions: object) -> Peak:
     return measure_matmul_tflops(device, precision)

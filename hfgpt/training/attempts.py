@@ -10,6 +10,7 @@ from types import TracebackType
 from hfgpt.distributed.compiler import remove_broken_cache
 from hfgpt.distributed.device import release_memory
 from hfgpt.errors import RunError
+from hfgpt.messages.slow_progress import SlowWork
 from hfgpt.training.batch_size import try_micro_batch
 from hfgpt.training.out_of_memory import MemoryRanOut, out_of_memory_named
 from hfgpt.training.run import TrainingRun
@@ -33,6 +34,7 @@ class Attempt:
         first_step = run.resumed.trainer_state["step"] if run.resumed else 0
         if run.plan.compile.enabled and run.progress.step == first_step:  # compiling may take minutes
             self.outer.enter_context(run.signals.interruptible())
+            self.outer.enter_context(SlowWork("compiling the model"))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None

@@ -16,6 +16,7 @@ from transformers import GPT2Config
 
 from hfgpt import __version__
 from hfgpt.config import PretrainConfig
+from hfgpt.distributed import cpu
 from hfgpt.distributed.compiler import CompileChoice
 from hfgpt.distributed.device import Precision
 from hfgpt.errors import UserError
@@ -24,6 +25,8 @@ from hfgpt.model.configuration_gpt2 import model_fields
 from hfgpt.model.flops import TYPICAL_MFU, parameter_counts, training_flops_per_token
 from hfgpt.model.memory import Setting, training_memory
 from hfgpt.settings.batch import Batch
+
+BUSY_SHARE = 0.25  # of a CPU that other programs use, from which on the plan mentions it
 
 
 def setting_of(
@@ -106,6 +109,10 @@ class Plan:
             ("saves", f"{every}at the end, to {self.checkpoint_folder}"),
             *([("push", f"after the last step, to {config.hub_repo_id()} on the Hub")] if config.push_to_hub else []),
         ]
+        is_alone = self.batch.processes == 1  # others would count as other programs
+        if self.setting.device == "cpu" and is_alone and (share := cpu.busy_share()) > BUSY_SHARE:
+            fix = "expect a slower run, and start it with OMP_WAIT_POLICY=PASSIVE if that lasts"
+            rows.append(("note", f"other programs are using {share:.0%} of this CPU; {fix}"))
         return [f"{key:<8} {value}" for key, value in rows]
 
     def _time(self) -> str:
