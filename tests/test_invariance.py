@@ -16,7 +16,7 @@ from running import FORKED_TWO, Run, StopAt, prepared, records, trained
 from hfgpt import PretrainConfig
 from hfgpt.data import prepare_data
 from hfgpt.data.loader import iterate
-from hfgpt.data.stream import batch_hash, join_batches
+from hfgpt.data.stream import batch_hash, hash_blocks, join_batches
 
 STEPS = 40
 TOPOLOGIES = [(world, workers) for world in (1, 2, 4) for workers in (0, 1, 2)]
@@ -67,7 +67,7 @@ def steps(stream, position, count, world, workers):
         for rank in ranks:
             stack.enter_context(closing(rank))
         batches = [join_batches([next(rank) for rank in ranks]) for _ in range(count)]
-    return [batch_hash(batch.blocks) for batch in batches], json.loads(json.dumps(batches[-1].position))
+    return [batch_hash(hash_blocks(batch.blocks)) for batch in batches], json.loads(json.dumps(batches[-1].position))
 
 
 @pytest.mark.parametrize(("world", "workers"), TOPOLOGIES)

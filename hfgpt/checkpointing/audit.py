@@ -16,7 +16,7 @@ from hfgpt.data.document_stream import DocumentStream
 from hfgpt.data.loader import iterate
 from hfgpt.data.run_text import prepare_data_of_run
 from hfgpt.data.sources import text_hash
-from hfgpt.data.stream import Origin, StepBatch, batch_hash
+from hfgpt.data.stream import Origin, StepBatch, is_hash_of
 from hfgpt.errors import UserError
 from hfgpt.files import read_text_file
 from hfgpt.messages.formats import counted, shown
@@ -47,7 +47,7 @@ def audit(folder: str | Path) -> dict[str, Any]:
     seen = _SeenDocuments(data.train) if isinstance(data.train, DocumentStream) else None
     same = 0
     for line, batch in zip(ledger, iterate(data.train, None), strict=False):
-        if batch_hash(batch.blocks) != line["batch_hash"] or batch.position != line["position"]:
+        if not is_hash_of(str(line["batch_hash"]), batch.blocks) or batch.position != line["position"]:
             problems.append(f"step {line['step']} was not trained on the next text in the stream")
             break
         same += 1

@@ -192,7 +192,7 @@ class DocumentStream:
         return UserError(f"dataset: {need}: {found}; {fix}")
 
     def locate_rows(self, decode: Decode, batch: StepBatch, rows: Sequence[int]) -> list[dict[str, Any]]:
-        each = len(batch.blocks) // self.streams
+        each = len(batch.blocks) // len(batch.documents)  # a process has only some of the logical streams
         return [
             found
             for number, origins in enumerate(batch.documents)

@@ -12,7 +12,7 @@ from transformers import TrainerCallback
 from hfgpt.checkpointing.checkpoint import rewind_run
 from hfgpt.config import PretrainConfig
 from hfgpt.data import describe_skipped
-from hfgpt.data.stream import StepBatch, batch_hash, join_batches
+from hfgpt.data.stream import StepBatch, StepText, batch_hash, join_texts, summarize
 from hfgpt.distributed.device import peak_memory_bytes
 from hfgpt.distributed.stop_signals import Interrupted, StopSignals
 from hfgpt.errors import RunError, UserError, name_process
@@ -69,7 +69,7 @@ class Pretrainer:
                     for attempt in attempts(run):  # again with smaller micro-batches if memory runs out
                         with attempt:
                             result = step(*step.to_tensors(own.blocks), run.progress.step + 1)
-                    advance(run, whole, result)
+                    advance(run, own, whole, result)
                     if control.should_log:
                         log(run)
                     if control.should_evaluate:
@@ -85,21 +85,21 @@ class Pretrainer:
         return run.progress.evaluation
 
 
-def next_batch(run: TrainingRun) -> tuple[StepBatch, StepBatch]:
-    """Return the blocks of the next step: this process's share, and all of them.
+def next_batch(run: TrainingRun) -> tuple[StepBatch, StepText]:
+    """Return this process's share of the blocks of the next step, and what all processes keep of its text.
 
     If reading fails on any process, or a signal arrived, all processes save and raise RunError.
     """
     ranks = run.machine.ranks
-    own: StepBatch | UserError | RunError | None
+    text: StepText | UserError | RunError | None
     try:
         with run.signals.interruptible():
-            own = next(run.batches)
+            text = summarize(own := next(run.batches))
     except Interrupted:
-        own = run.signals.to_error()
+        text = run.signals.to_error()
     except (UserError, RunError) as error:
-        own = error
-    shares = ranks.gather(own)
+        text = error
+    shares = ranks.gather(text)
     if faults := {rank: share for rank, share in enumerate(shares) if isinstance(share, UserError | RunError)}:
         rank, fault = next(iter(faults.items()))
         if len(faults) < ranks.world_size:
@@ -109,8 +109,7 @@ def next_batch(run: TrainingRun) -> tuple[StepBatch, StepBatch]:
         for event in (event for fault in faults.values() for event in fault.retries):
             run.record(event="stream_retry", **event)
         stop(run, fault)
-    batches = [share for share in shares if isinstance(share, StepBatch)]
-    return batches[ranks.rank], join_batches(batches)
+    return own, join_texts([share for share in shares if isinstance(share, StepText)])
 
 
 def start(run: TrainingRun) -> None:
@@ -132,17 +131,17 @@ def start(run: TrainingRun) -> None:
     run.callbacks.call("on_train_begin")
 
 
-def advance(run: TrainingRun, batch: StepBatch, result: StepResult) -> None:
+def advance(run: TrainingRun, own: StepBatch, text: StepText, result: StepResult) -> None:
     """Count the finished step, write a ledger line for its text, and ask the callbacks what is due."""
     progress, control = run.progress, run.callbacks.control
     progress.step += 1
     progress.num_input_tokens_seen += run.step.batch.tokens_per_step
-    progress.skipped_rows.update(batch.skipped)
-    run.position = batch.position
-    run.folder.record_text(step=progress.step, batch_hash=batch_hash(batch.blocks), position=batch.position)
+    progress.skipped_rows.update(text.skipped)
+    run.position = text.position
+    run.folder.record_text(step=progress.step, batch_hash=batch_hash(text.hashes), position=text.position)
     run.step.is_updating = False
-    run.non_finite.add(Step(progress.step, run.step.learning_rate(progress.step), batch), result)
-    for event in batch.retries:
+    run.non_finite.add(Step(progress.step, run.step.learning_rate(progress.step), own), result)
+    for event in text.retries:
         run.record(event="stream_retry", **event)
     if run.is_complete:
         control.should_log = control.should_save = True
