@@ -16,7 +16,7 @@ from hfgpt.data.document_stream import DocumentStream
 from hfgpt.data.loader import iterate
 from hfgpt.data.run_text import prepare_data_of_run
 from hfgpt.data.sources import text_hash
-from hfgpt.data.stream import Origin, StepBatch, is_hash_of
+from hfgpt.data.stream import Origin, StepBatch, UnitNumber, is_hash_of
 from hfgpt.errors import UserError
 from hfgpt.files import read_text_file
 from hfgpt.messages.formats import counted, shown
@@ -118,7 +118,7 @@ class _SeenDocuments:
     def __init__(self, stream: DocumentStream) -> None:
         self._source = stream.source
         self._last: list[Origin] = []
-        self._rows: dict[tuple[int, int], array[int]] = {}  # by epoch and unit
+        self._rows: dict[tuple[int, UnitNumber], array[int]] = {}  # by epoch and unit
         self.skipped: Counter[str] = Counter()
 
     @property
@@ -147,11 +147,11 @@ class _SeenDocuments:
         for (epoch, unit), seen in self._rows.items():
             by_unit[unit].append((epoch, seen))
         for unit in sorted(by_unit):
-            rows = everything.read(source.units[unit])
+            rows = everything.read(source.unit(unit))
             held_out = {i for i, row in enumerate(rows) if isinstance(row, str) and text_hash(row) in source.exclude}
             usable = {i for i, row in enumerate(rows) if isinstance(row, str)} - held_out
             for epoch, seen in by_unit[unit]:
-                where = f"unit {unit} ({source.units[unit].file}) in epoch {epoch}"
+                where = f"unit {unit} ({source.unit(unit).file}) in epoch {epoch}"
                 repeated[where] += len(seen) - len(set(seen))
                 leaked[where] += len(held_out.intersection(seen))
                 if epoch < self.epochs_completed:

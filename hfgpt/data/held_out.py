@@ -7,7 +7,7 @@ import glob
 import os
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, NamedTuple
@@ -16,14 +16,17 @@ import numpy as np
 
 from hfgpt.config import PretrainConfig
 from hfgpt.data import embedded
+from hfgpt.data.file_hashes import is_earlier_hash
 from hfgpt.data.formats import format_of
 from hfgpt.data.local_files import local_files, no_such_file
-from hfgpt.data.sources import Source, open_source, read_documents, text_hash
+from hfgpt.data.sources import Earlier, Source, open_source, read_documents, text_hash
 from hfgpt.data.units import IN_MEMORY_BYTES, Unit, Unusable
 from hfgpt.errors import UserError
 
 # Largest number of characters held out of a large streamed text.
 MAX_HELD_OUT_CHARACTERS = 8 * 2**20
+# Of many files, the last ones give the held-out text; each is a request or two before the first step.
+MAX_HELD_OUT_FILES = 16
 # Runs of an earlier version held out whole documents: the last ones, with a tenth of the characters in total.
 WHOLE_DOCUMENTS = "last tenth"
 
@@ -64,7 +67,9 @@ def hold_out(config: PretrainConfig, source: Source, documents: list[str] | None
     if config.eval_dataset is not None:
         # A document has at least one token, so these are enough documents.
         enough = None if config.eval_tokens is None else config.eval_tokens + 1
-        eval_source, skipped = _open_eval_source(config.eval_dataset, source, config), Counter[str]()
+        earlier = Earlier(hashes=saved_rule is not None and is_earlier_hash(saved_rule))
+        eval_source = _open_eval_source(config.eval_dataset, source, config, earlier)
+        skipped = Counter[str]()
         validation = list(islice(read_documents(eval_source, eval_source.units, skipped), enough))
         rule = f"eval_dataset {eval_source.fingerprint.get('hash', config.eval_dataset)}"
         origin, units = eval_source.description, source.units
@@ -82,7 +87,7 @@ def source_options(config: PretrainConfig) -> dict[str, Any]:
     }
 
 
-def _open_eval_source(eval_dataset: str, source: Source, config: PretrainConfig) -> Source:
+def _open_eval_source(eval_dataset: str, source: Source, config: PretrainConfig, as_earlier: Earlier) -> Source:
     """Open the evaluation text: local files, the embedded text, or another split of the training text's Hub dataset."""
     options = source_options(config)
     is_path = os.path.exists(os.path.expanduser(eval_dataset)) or glob.has_magic(eval_dataset)
@@ -95,7 +100,7 @@ def _open_eval_source(eval_dataset: str, source: Source, config: PretrainConfig)
             raise no_such_file(eval_dataset)  # the name of a split, but local text has no splits
         if files and not any(format_of(file).HAS_COLUMNS for file in files[0]):
             options["text_column"] = "text"  # the setting applies to the training text
-        return open_source(eval_dataset, **options)
+        return open_source(eval_dataset, **options, as_earlier=as_earlier)
     except UserError as error:
         raise UserError(re.sub("^dataset(_split)?", "eval_dataset", str(error))) from error
 
@@ -121,29 +126,44 @@ def _hold_out_in_memory(source: Source, documents: list[str], saved_rule: str | 
     return HeldOut(validation, rule, origin, source.units, training, split_document)
 
 
+class _Place(NamedTuple):
+    """A unit that is read, by its number; with `by_file` by those of the file, and of the unit in it."""
+
+    unit: int
+    of_file: int = 0
+
+
 class _Border(NamedTuple):
     """Where the held-out end of a stream begins; `share`: its part of the text, in words."""
 
-    unit: int
+    place: _Place
     row: int
     character: int = 0
     share: str = ""
 
-    def rule(self) -> str:
+    def rule(self, by_file: bool) -> str:
+        unit, of_file = self.place
+        where = f"file {unit}, unit {of_file}" if by_file else f"unit {unit}"
         character = f", character {self.character}" if self.character else ""
-        return f"held out: unit {self.unit} from row {self.row}{character} on"
+        return f"held out: {where} from row {self.row}{character} on"
+
+    def units_before(self, source: Source) -> list[Unit]:
+        """Return the units for training. That of the border is split between training and validation."""
+        unit, of_file = self.place
+        rows, characters = self.row + bool(self.character), self.character or None
+        head = source.units[unit]._replace(rows=rows, characters=characters)
+        if source.by_file:
+            head = source.units[unit]._replace(stop=of_file) if not rows else head._replace(stop=of_file + 1)
+        return source.units[:unit] + ([head] if rows or of_file else [])
 
 
 def _hold_out_of_stream(source: Source) -> HeldOut:
     read = functools.cache(source.read)
-    border = _find_border(source, read)
-    # The unit of the border is split between training and validation.
-    rows = border.row + bool(border.character)
-    head = source.units[border.unit]._replace(rows=rows, characters=border.character or None)
-    units = source.units[: border.unit] + ([head] if rows else [])
-    held_out = HeldOut([], border.rule(), border.rule() + border.share, units, [])
-    for number, unit in enumerate(source.units[border.unit :]):
-        for row in read(unit)[0 if number else border.row :]:
+    border, units = _find_border(source, read)
+    rule = border.rule(source.by_file)
+    held_out = HeldOut([], rule, rule + border.share, border.units_before(source), [])
+    for place in sorted(place for place in units if place >= border.place):
+        for row in read(units[place])[border.row if place == border.place else 0 :]:
             if isinstance(row, Unusable):
                 held_out.skipped[row.reason] += 1
             else:
@@ -154,35 +174,51 @@ def _hold_out_of_stream(source: Source) -> HeldOut:
     return held_out
 
 
-def _find_border(source: Source, read: Callable[[Unit], Rows]) -> _Border:
-    """Find where the last tenth of the characters begins.
+def _from_the_end(source: Source) -> Iterator[tuple[_Place, Unit, int]]:
+    """Yield the units that are read, from the last to the first, and their parts of the sum of all `size_bytes`."""
+    for number in reversed(range(len(source.units))):
+        whole = source.units[number]
+        units = source.units_of(whole)
+        total = sum(unit.size_bytes for unit in units) or 1
+        for of_file in reversed(range(len(units))):
+            size = whole.size_bytes * units[of_file].size_bytes // total  # the whole, if it is the unit itself
+            yield _Place(number, of_file), units[of_file], size
+
+
+def _find_border(source: Source, read: Callable[[Unit], Rows]) -> tuple[_Border, dict[_Place, Unit]]:
+    """Find where the last tenth of the characters begins. Also returns the units that were read.
 
     Of a remote source, or one above 16 MiB, only the end is read; it also gives the ratio of characters to bytes.
     """
-    lengths: dict[int, list[int]] = {}  # characters of the rows of the units that were read
+    units: dict[_Place, Unit] = {}
+    lengths: dict[_Place, list[int]] = {}  # characters of the rows of the units that were read
     is_small = source.is_local and source.size_bytes <= IN_MEMORY_BYTES
     total_bytes = sum(unit.size_bytes for unit in source.units)
-    read_bytes, characters, wanted, total = 0, 0, 0, 0
+    read_bytes, characters, wanted, total, is_whole = 0, 0, 0, 0, True
     skipped = Counter[str]()
-    for i in reversed(range(len(source.units))):
-        rows = read(source.units[i])
-        lengths[i] = [len(row) if isinstance(row, str) else 0 for row in rows]
+    for place, unit, size in _from_the_end(source):
+        rows = read(unit)
+        units[place] = unit
+        lengths[place] = [len(row) if isinstance(row, str) else 0 for row in rows]
         skipped.update(row.reason for row in rows if isinstance(row, Unusable))
-        read_bytes += source.units[i].size_bytes
-        characters += sum(lengths[i])
-        total = characters if i == 0 else characters * total_bytes // max(read_bytes, 1)
+        read_bytes += size
+        characters += sum(lengths[place])
+        total = characters if place == (0, 0) else characters * total_bytes // max(read_bytes, 1)
         wanted = total - int(0.9 * total)
         if not is_small:
             wanted = min(wanted, MAX_HELD_OUT_CHARACTERS)
+            if source.by_file and place == (len(source.units) - MAX_HELD_OUT_FILES, 0):
+                wanted = min(wanted, characters)
             if 0 < wanted <= characters:
+                is_whole = place == (0, 0)
                 break
     if not characters:
         raise no_documents(f"dataset={source.description}", skipped)
-    share = f" ({'about ' * (len(lengths) < len(source.units))}{_percent(wanted, total)} of the characters)"
-    for i, of_unit in lengths.items():
+    share = f" ({'' if is_whole else 'about '}{_percent(wanted, total)} of the characters)"
+    for place, of_unit in lengths.items():
         for row in reversed(range(len(of_unit))):
             if of_unit[row] >= wanted:
-                return _Border(i, row, of_unit[row] - wanted, share)
+                return _Border(place, row, of_unit[row] - wanted, share), units
             wanted -= of_unit[row]
     raise AssertionError("the text has fewer characters than were counted")
 

@@ -45,7 +45,8 @@ def resumed_position(
             f"resume_from_checkpoint: not a valid position in the text: {position!s:.80}; use another checkpoint"
         )
     cursors = position.get("streams", [])
-    has_same_form = len(cursors) == stream.streams
+    start = stream.start.get("streams", [])
+    has_same_form = [*map(len, cursors)] == [*map(len, start)]
     if not changed and not has_same_form:
         raise UserError("resume_from_checkpoint: the position does not fit this text; use another checkpoint")
     if not changed or (changed == ["blocks_per_step"] and has_same_form):
@@ -61,12 +62,13 @@ def _describe_change(key: str, then: Any, now: Any) -> str:
 
 
 def _is_position(position: dict[str, Any]) -> bool:
-    """Return whether this has the form of a stream's position: a place in an epoch, or four numbers per stream."""
+    """Return whether this has the form of a stream's position: a place in an epoch, or numbers for each stream."""
     in_memory = position.keys() == {"epoch", "block"}
     cursors = [list(position.values())] if in_memory else position.get("streams")
     if not isinstance(cursors, list) or not all(isinstance(cursor, list) for cursor in cursors):
         return False
     numbers = [number for cursor in cursors for number in cursor]
-    return {len(cursor) for cursor in cursors} == {2 if in_memory else 4} and all(
+    lengths = {len(cursor) for cursor in cursors}
+    return (lengths == {2} if in_memory else lengths in ({4}, {5})) and all(
         isinstance(number, int) and number >= 0 for number in numbers
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import chain
@@ -23,7 +23,7 @@ from hfgpt.data.held_out import HeldOut, hold_out, no_documents, source_options
 from hfgpt.data.memory_blocks import MemoryBlocks
 from hfgpt.data.permutation import permutation
 from hfgpt.data.remote import check_hub, model_files
-from hfgpt.data.sources import Source, open_source, read_documents, text_hash
+from hfgpt.data.sources import Earlier, Source, open_source, read_documents, read_shuffled, text_hash
 from hfgpt.data.tokenization import load_tokenizer
 from hfgpt.data.units import IN_MEMORY_BYTES
 from hfgpt.errors import UserError
@@ -60,16 +60,16 @@ def prepare_data(
     config: PretrainConfig,
     blocks_per_step: int,
     tokenizer: PreTrainedTokenizerFast | None = None,
-    saved_rule: str | None = None,
+    saved: dict[str, Any] | None = None,
 ) -> TextData:
     """Open the text, hold out validation text, load or train the tokenizer (unless given), and build the stream.
 
     `streaming`: True for a document stream, False for blocks in memory, "auto" for memory if local or embedded text has
     at most 16 MiB. Without `eval_dataset`, the last tenth of the text is held out. Training never sees a validation
-    document, nor an exact copy of one. `saved_rule`: the hold-out rule of a run being resumed. Raises UserError for
-    text that is missing or unusable. Writes nothing.
+    document, nor an exact copy of one. `saved`: the fingerprint of a run being resumed, whose text is opened
+    by the same rules. Raises UserError for text that is missing or unusable. Writes nothing.
     """
-    source = _open_training_source(config)
+    source = _open_training_source(config, Earlier.of(saved))
     in_memory = _fits_memory(source) if config.streaming == "auto" else not config.streaming
     if config.tokenizer == "char" and tokenizer is None and source.size_bytes > CHARACTER_SCAN_BYTES:
         raise UserError("tokenizer=char: needs all of the text in memory, and this text is too large; use bpe-4096")
@@ -78,7 +78,7 @@ def prepare_data(
     skipped = +Counter(bad_file=source.skipped_files)
     documents = _read_all(config, source, skipped) if in_memory else None
     with SlowWork("reading the held-out text"):
-        held_out = hold_out(config, source, documents, saved_rule)
+        held_out = hold_out(config, source, documents, (saved or {}).get("held_out"))
     skipped.update({f"eval_{reason}": count for reason, count in held_out.skipped.items()})
     training = dataclasses.replace(source, units=held_out.units, exclude=held_out.exclude)
     kept = [text for text in held_out.documents if text_hash(text) not in held_out.exclude]
@@ -96,8 +96,9 @@ def prepare_data(
     else:
         fingerprint["stream"] = "documents"
         train = DocumentStream(training, encoder, **_shape(fingerprint), fingerprint=fingerprint)
-        how = f"document stream: {len(source.units):,} units over {train.streams} streams"
-        shuffled = _shuffled_documents(training, config.seed)
+        units = counted(len(source.units), "file" if source.by_file else "unit")
+        how = f"document stream: {units} over {train.streams} streams"
+        shuffled = read_shuffled(training, config.seed)
     validation, validation_bytes, lines = _encode_validation(config, encoder, held_out, skipped)
     return TextData(
         tokenizer=tokenizer,
@@ -127,14 +128,14 @@ def describe_skipped(skipped: Counter[str]) -> list[str]:
     return [f"{kind}: {', '.join(counts)}" for kind, counts in kinds.items() if counts]
 
 
-def _open_training_source(config: PretrainConfig) -> Source:
+def _open_training_source(config: PretrainConfig, as_earlier: Earlier) -> Source:
     dataset = Path(config.dataset)
     if dataset.is_dir() and Path(config.output_dir).resolve().is_relative_to(dataset.resolve()):
         raise UserError(
             f"output_dir={config.output_dir}: is inside dataset={config.dataset}, all of whose files are training text"
         )
     hub = config.dataset_name, config.dataset_split, config.dataset_revision
-    return open_source(config.dataset, *hub, **source_options(config))
+    return open_source(config.dataset, *hub, **source_options(config), as_earlier=as_earlier)
 
 
 def _fits_memory(source: Source) -> bool:
@@ -155,7 +156,7 @@ def _load_tokenizer(
     """Load the tokenizer, or train it: char on the whole text, bpe-N on the training part."""
     name, text = config.tokenizer, whole if config.tokenizer == "char" else part
     # Units in random order, so that the first ones are a representative sample.
-    texts = _shuffled_documents(text, config.seed) if isinstance(text, Source) else text
+    texts = read_shuffled(text, config.seed) if isinstance(text, Source) else text
     if name == AUTO and config.init_from is not None:
         files = model_files(config.init_from)
         if not has_tokenizer(files):
@@ -282,8 +283,3 @@ def _first_tokens(encoder: Encoder, documents: Iterable[str], count: int) -> np.
         if sum(map(len, pieces)) >= count:
             break
     return np.concatenate(pieces)[:count]
-
-
-def _shuffled_documents(source: Source, seed: int) -> Iterator[str]:
-    """Yield the documents of the units, in a fixed random order."""
-    return read_documents(source, [source.units[i] for i in permutation(len(source.units), seed)], Counter())

@@ -28,7 +28,7 @@ def prepare_data_of_run(
     The dataset is opened at the same commit, and a tokenizer that was trained for the run is loaded from the checkpoint
     `folder`.
     """
-    commit, held_out = fingerprint.get("dataset.commit"), fingerprint.get("held_out")
+    commit = fingerprint.get("dataset.commit")
     pinned, tokenizer = config, None
     was_local = commit is None and config.dataset != embedded.NAME and config.dataset == saved_config.get("dataset")
     if was_local and local_files(config.dataset) is None:
@@ -47,11 +47,11 @@ def prepare_data_of_run(
                 f"{folder}: its tokenizer cannot be read ({message(error)}); use another checkpoint"
             ) from error
     try:
-        return prepare_data(pinned, blocks_per_step, tokenizer, held_out)
+        return prepare_data(pinned, blocks_per_step, tokenizer, fingerprint)
     except UserError as error:
         if pinned is config or f"dataset_revision={commit}" not in str(error):
             raise
         if not config.accept_changed_text:
             fix = "the run began with this commit; --accept_changed_text true continues with the newest one"
             raise UserError(f"{error}; {fix}") from error
-        return prepare_data(config, blocks_per_step, tokenizer, held_out)
+        return prepare_data(config, blocks_per_step, tokenizer, fingerprint)

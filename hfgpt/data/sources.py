@@ -8,33 +8,33 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import os
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import xxhash
 
 from hfgpt.data import embedded
-from hfgpt.data.file_access import open_file, read_file
+from hfgpt.data.file_access import read_file
+from hfgpt.data.file_hashes import hash_files, is_earlier_hash
 from hfgpt.data.formats import format_of, inspect_file
 from hfgpt.data.formats.text import choose_piece_characters, split_into_pieces
 from hfgpt.data.kinds import KNOWN, BadFile, describe_other_kind, file_kind
 from hfgpt.data.local_files import local_files
+from hfgpt.data.opening import open_files
+from hfgpt.data.permutation import permutation
 from hfgpt.data.remote import hub_files
-from hfgpt.data.units import Unit, Unusable
+from hfgpt.data.units import BAD, Unit, Unusable
 from hfgpt.errors import UserError
+from hfgpt.messages.formats import counted
 
 logger = logging.getLogger(__name__)
 
 START_PATIENCE_SECONDS = 120.0
-# A file's hash covers this many evenly spread samples of this size, or all of a small file.
-SAMPLES, SAMPLE_BYTES = 64, 2**20
-MAX_NAMED_FILES = 32
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,6 +42,8 @@ class Source:
     """Text as units of rows. It can be pickled, and reading does not change it.
 
     `exclude`: `text_hash` of documents to skip. `skipped_files`: number of files left out when it was opened.
+    `by_file`: units are files, whose own units are found when they are read, see `Unit`. `piece_characters`: that of
+    their units, for a stream.
     """
 
     units: list[Unit]
@@ -54,6 +56,8 @@ class Source:
     patience_seconds: float = 900.0
     skip_bad_files: bool = False
     skipped_files: int = 0
+    by_file: bool = False
+    piece_characters: int | None = None
 
     def split_for_stream(self) -> Source:
         """Return the same text with txt files split into pieces, because a stream needs many documents."""
@@ -61,21 +65,53 @@ class Source:
         size = choose_piece_characters(text_units)
         if size is None:
             return self
-        split = [split_into_pieces(unit, size) if file_kind(unit.file) == "text" else [unit] for unit in self.units]
         fingerprint = {**self.fingerprint, "text_pieces": size}
+        if self.by_file:
+            return dataclasses.replace(self, piece_characters=size, fingerprint=fingerprint)
+        split = [split_into_pieces(unit, size) if file_kind(unit.file) == "text" else [unit] for unit in self.units]
         return dataclasses.replace(self, units=[*chain(*split)], fingerprint=fingerprint)
+
+    def units_of(self, unit: Unit) -> list[Unit]:
+        """Return the parts of a unit that are read one at a time: itself, or with `by_file` the units of the file.
+
+        Reads the head or footer of the file. Raises like `read`.
+        """
+        if not self.by_file:
+            return [unit]
+        try:
+            inspect = partial(inspect_file, unit.file, self.text_column)
+            units, _ = read_file(unit.file, inspect, self.patience_seconds)
+        except BadFile as error:
+            self._leave_out(error)
+            return [unit._replace(start=BAD, rows=None)]
+        if self.piece_characters and file_kind(unit.file) == "text":
+            units = [piece for whole in units for piece in split_into_pieces(whole, self.piece_characters)]
+        if unit.stop >= 0:
+            units = units[: unit.stop]
+        if unit.rows is not None:
+            units[-1] = units[-1]._replace(rows=unit.rows, characters=unit.characters)
+        return units
+
+    def unit(self, number: int | tuple[int, int]) -> Unit:
+        """Return a unit by its number, or with `by_file` by the numbers of the file and of the unit in it."""
+        return self.units[number] if isinstance(number, int) else self.units_of(self.units[number[0]])[number[1]]
+
+    def _leave_out(self, error: BadFile) -> None:
+        if not self.skip_bad_files:
+            raise error
+        logger.warning("left out: %s", error)
 
     def read(self, unit: Unit) -> list[str | Unusable]:
         """Return all rows of a unit, in file order.
 
         Raises BadFile if the whole file cannot be read, RunError if the network fails for too long.
         """
+        if unit.start == BAD:
+            return [Unusable("bad_file")]
         try:
             return read_file(unit.file, lambda: self._read_rows(unit), self.patience_seconds)
         except BadFile as error:
-            if not self.skip_bad_files:
-                raise
-            logger.warning("left out: %s", error)
+            self._leave_out(error)
             return [Unusable("bad_file")]
 
     def _read_rows(self, unit: Unit) -> list[str | Unusable]:
@@ -103,16 +139,52 @@ class Source:
 
 def read_documents(source: Source, units: Iterable[Unit], skipped: Counter[str]) -> Iterator[str]:
     """Yield the documents of these units; count rows without one in `skipped`, by reason."""
-    for row in chain.from_iterable(map(source.read, units)):
+    for row in chain.from_iterable(map(source.read, chain.from_iterable(map(source.units_of, units)))):
         if isinstance(row, Unusable):
             skipped[row.reason] += 1
         else:
             yield row
 
 
+def read_shuffled(source: Source, seed: int) -> Iterator[str]:
+    """Yield the documents of the units in a fixed random order, so that the first ones are a representative sample."""
+    order = permutation(len(source.units), seed).tolist()
+    if not source.by_file:
+        return read_documents(source, [source.units[i] for i in order], Counter())
+    return read_documents(dataclasses.replace(source, by_file=False), _one_of_each_file(source, order, seed), Counter())
+
+
+def _one_of_each_file(source: Source, order: list[int], seed: int) -> Iterator[Unit]:
+    """Yield a random unit of each file, then another one of each file, and so on."""
+    opened: list[list[Unit]] = []
+    for number in order:
+        units = source.units_of(source.units[number])
+        opened.append([units[i] for i in permutation(len(units), seed, number)])
+        yield from opened[-1][:1]
+    for turn in range(1, max(map(len, opened))):
+        yield from (units[turn] for units in opened if turn < len(units))
+
+
 def text_hash(text: str) -> int:
     """Return the xxh3_64 hash of the UTF-8 bytes of a text."""
     return xxhash.xxh3_64_intdigest(text.encode())
+
+
+class Earlier(NamedTuple):
+    """What earlier versions did in another way: the order of many files, and the hashes of local ones."""
+
+    order: bool = False
+    hashes: bool = False
+
+    @classmethod
+    def of(cls, fingerprint: dict[str, Any] | None) -> Earlier:
+        """Return what applies to a run with this fingerprint (None: a new run)."""
+        if fingerprint is None:
+            return cls()
+        return cls("dataset.order" not in fingerprint, is_earlier_hash(fingerprint.get("dataset.hash")))
+
+
+NOT_EARLIER = Earlier()
 
 
 def open_source(
@@ -123,16 +195,20 @@ def open_source(
     text_column: str = "text",
     patience_seconds: float = 900.0,
     skip_bad_files: bool = False,
+    *,
+    as_earlier: Earlier = NOT_EARLIER,
 ) -> Source:
     """Open the text called `dataset`: "embedded", a local file, folder (recursively) or glob, or a Hub dataset.
 
     A txt file of up to 16 MiB is one document; a larger one is split at line ends into documents of about 64 KiB.
-    Reads the head or footer of each file. Waits out network failures for `patience_seconds`.
+    Reads the head or footer of each file, or of a large text with more than FEW_FILES only those of INSPECTED, and the
+    others when they are first read. Waits out network failures for `patience_seconds`.
 
     Args:
         name, split, revision: select part of a Hub dataset, which is pinned to the commit that they resolve to. Not
             allowed for local text; nor is a `text_column` for text without columns.
         skip_bad_files: leave out broken files instead of raising UserError.
+        as_earlier: what earlier versions did in another way, for a run that began with one.
 
     Raises UserError for text that cannot be found or read.
     """
@@ -153,20 +229,21 @@ def open_source(
             first = Path(in_split[0]).name
             kind = describe_other_kind(first)
             raise UserError(f"dataset={dataset}: no {KNOWN} file in split {split}; {first} is {kind}")
-    inspected = _inspect_files(files, text_column, patience_seconds, skip_bad_files)
+    opened = open_files(files, found is not None, text_column, patience_seconds, skip_bad_files, as_earlier.order)
     if found is not None:
-        fingerprint = _hash_files(list(inspected))
-    size = sum(size for _, size in inspected.values())
+        fingerprint = hash_files(opened.files, as_earlier.hashes)
+    order = {"order": "files"} if opened.by_file else {}
     return Source(
-        units=[unit for units, _ in inspected.values() for unit in units],
+        units=opened.units,
         text_column=text_column,
-        size_bytes=size,
+        size_bytes=opened.size_bytes,
         is_local=found is not None,
-        fingerprint={**fingerprint, "bytes": size, "text_column": text_column},
-        description=f"{label}: {len(inspected):,} file{'s' * (len(inspected) != 1)}, {size / 1e6:,.1f} MB",
+        fingerprint={**fingerprint, "bytes": opened.size_bytes, "text_column": text_column, **order},
+        description=f"{label}: {counted(len(opened.files), 'file')}, {opened.size_bytes / 1e6:,.1f} MB",
         patience_seconds=patience_seconds,
         skip_bad_files=skip_bad_files,
-        skipped_files=len(files) - len(inspected),
+        skipped_files=len(files) - len(opened.files),
+        by_file=opened.by_file,
     )
 
 
@@ -192,43 +269,3 @@ def _refuse_meaningless_settings(
         problems.append(f"text_column={text_column}: dataset={dataset} is plain text without columns; leave it out")
     if problems:
         raise UserError(*problems)
-
-
-def _inspect_files(
-    files: list[str], text_column: str, patience_seconds: float, skip_bad_files: bool
-) -> dict[str, tuple[list[Unit], int]]:
-    """Return units and size of each file. Bad files are left out if they may be skipped and not all files are bad."""
-
-    def inspect(file: str) -> tuple[list[Unit], int] | BadFile:
-        try:
-            return read_file(file, lambda: inspect_file(file, text_column), patience_seconds)
-        except BadFile as error:
-            return error
-
-    with ThreadPoolExecutor(16) as pool:
-        results = dict(zip(files, pool.map(inspect, files), strict=True))
-    bad = [result for result in results.values() if isinstance(result, BadFile)]
-    if bad and (not skip_bad_files or len(bad) == len(files)):
-        raise bad[0]
-    for error in bad:
-        logger.warning("left out: %s", error)
-    return {file: result for file, result in results.items() if not isinstance(result, BadFile)}
-
-
-def _hash_files(files: list[str]) -> dict[str, Any]:
-    """Return the number of files and one hash of their names, sizes and content; for few files, also one hash each.
-
-    Names are relative to the common folder.
-    """
-    root, hashes = os.path.commonpath([os.path.dirname(file) for file in files]), {}
-    for file in files:
-        content = xxhash.xxh3_64()
-        with open_file(file, uncompressed=False) as handle:
-            size = handle.seek(0, os.SEEK_END)
-            for sample in range(SAMPLES):
-                start, stop = size * sample // SAMPLES, size * (sample + 1) // SAMPLES
-                handle.seek(max(start, stop - SAMPLE_BYTES))
-                content.update(handle.read(stop - handle.tell()))
-        hashes[Path(file).relative_to(root).as_posix()] = f"{size} bytes, {content.hexdigest()}"
-    named = {f"file {name}": value for name, value in hashes.items()} if len(files) <= MAX_NAMED_FILES else {}
-    return {"files": len(files), "hash": xxhash.xxh3_64_hexdigest(str(sorted(hashes.items())).encode()), **named}

@@ -20,8 +20,10 @@ SHOWN_TOKENS = 24
 # Begins a step's hash that is made from those of its blocks. Earlier versions hashed all tokens of a step at once.
 OF_BLOCKS = "blocks-"
 
+# Of a source with `by_file`, the numbers of the file and of the unit in it.
+UnitNumber = int | tuple[int, int]
 # Epoch, unit and row of a document, and the token of the step at which it starts.
-Origin = tuple[int, int, int, int]
+Origin = tuple[int, UnitNumber, int, int]
 Decode = Callable[[np.ndarray], str]
 
 

@@ -15,6 +15,9 @@ class Unit(NamedTuple):
     `rows`: number of rows, if known; no more are used. `characters`: how much of the last of these rows is used
     (None: all). `piece_characters`: size of the documents that a txt file is split into, always at line ends: None for
     one document, 0 for about 64 KiB. `size_bytes`: approximate bytes of text.
+
+    In a source with `by_file`, a unit is a file with all of its own units, or the first `stop` of them if it is not -1;
+    `rows` and `characters` then apply to the last of these, and `size_bytes` is the size of the file.
     """
 
     file: str
@@ -24,6 +27,10 @@ class Unit(NamedTuple):
     characters: int | None = None
     piece_characters: int | None = 0
     size_bytes: int = 0
+
+
+# `Unit.start` of a file that cannot be read and may be left out.
+BAD = -1
 
 
 class Unusable(NamedTuple):

@@ -335,10 +335,8 @@ def test_a_run_of_an_earlier_version_resumes_as_it_would_have_continued(config, 
     stated = {key: value for key, value in recorded["config"].items() if key not in ("output_dir", "run_name")}
     resumed = trained(config("run", **{**stated, "resume_from_checkpoint": "latest"}))
     assert resumed.resumed.folder.name == "checkpoint-4" and resumed.progress.run_id == recorded["run_id"]
-    old, now = (
-        [json.loads(line) for line in path.read_text().splitlines()]
-        for path in (OLD / "ledger.jsonl", resumed.folder.ledger)
-    )
+    ledgers = (OLD / "ledger.jsonl", resumed.folder.ledger)
+    old, now = ([json.loads(line) for line in path.read_text().splitlines()] for path in ledgers)
     assert now[:4] == old[:4] and [line["position"] for line in now] == [line["position"] for line in old]
     for line, batch in zip(old, iterate(resumed.data.train, None), strict=False):  # a hash of all tokens at once
         assert is_hash_of(line["batch_hash"], batch.blocks) and not is_of_blocks(line["batch_hash"])
