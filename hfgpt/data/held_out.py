@@ -25,8 +25,8 @@ from hfgpt.errors import UserError
 
 # Largest number of characters held out of a large streamed text.
 MAX_HELD_OUT_CHARACTERS = 8 * 2**20
-# Of many files, the last ones give the held-out text; each is a request or two before the first step.
-MAX_HELD_OUT_FILES = 16
+# Of many files, at most the last ones of their units are held out; each is a request or two before the first step.
+MAX_HELD_OUT_UNITS = 16
 # Runs of an earlier version held out whole documents: the last ones, with a tenth of the characters in total.
 WHOLE_DOCUMENTS = "last tenth"
 
@@ -207,7 +207,7 @@ def _find_border(source: Source, read: Callable[[Unit], Rows]) -> tuple[_Border,
         wanted = total - int(0.9 * total)
         if not is_small:
             wanted = min(wanted, MAX_HELD_OUT_CHARACTERS)
-            if source.by_file and place == (len(source.units) - MAX_HELD_OUT_FILES, 0):
+            if source.by_file and len(units) >= MAX_HELD_OUT_UNITS:
                 wanted = min(wanted, characters)
             if 0 < wanted <= characters:
                 is_whole = place == (0, 0)

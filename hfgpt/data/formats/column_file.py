@@ -12,6 +12,7 @@ import pyarrow as pa
 
 MAGIC = b"PAR1"
 CODECS = {"UNCOMPRESSED": 0, "SNAPPY": 1, "GZIP": 2, "BROTLI": 4, "ZSTD": 6, "LZ4": 7}
+UNKNOWN = -1
 TYPES = {"BOOLEAN": 0, "INT32": 1, "INT64": 2, "FLOAT": 4, "DOUBLE": 5, "BYTE_ARRAY": 6}
 REQUIRED, OPTIONAL, REPEATED, LIST = 0, 1, 2, 3
 # Thrift's numbers of types.
@@ -30,22 +31,29 @@ class Chunk(NamedTuple):
     codec: int
 
 
-def is_simple(field: pa.Field, leaf: Any) -> bool:
+class Leaf(NamedTuple):
+    """What holds the values of a column."""
+
+    path: str
+    physical_type: str
+
+
+def is_simple(field: pa.Field, leaf: Leaf) -> bool:
     """Return whether `column_file` can be used: for plain values, and for lists of these in the usual three levels."""
     if leaf.physical_type not in TYPES:
         return False
-    levels = (leaf.max_definition_level, leaf.max_repetition_level)
     if not _is_list(field.type):
-        return leaf.path == field.name and levels == (field.nullable, 0)
-    inner = field.type.value_field
-    return not pa.types.is_nested(inner.type) and levels == (field.nullable + 1 + inner.nullable, 1)
+        return leaf.path == field.name
+    levels = leaf.path.removeprefix(f"{field.name}.").split(".")
+    return len(levels) == 2 and not pa.types.is_nested(field.type.value_field.type)
 
 
-def column_file(field: pa.Field, leaf: Any, chunk: Chunk, data: bytes, created_by: str) -> bytes:
+def column_file(field: pa.Field, leaf: Leaf, chunk: Chunk, data: bytes, created_by: str) -> bytes:
     """Return the file. `data`: the bytes of the column, or more."""
-    kind, path = TYPES[leaf.physical_type], leaf.path.split(".") if _is_list(field.type) else [leaf.path]
-    elements = [_element(path[-1], _optional(field), kind=kind)]
+    kind, path = TYPES[leaf.physical_type], [field.name]
+    elements = [_element(field.name, _optional(field), kind=kind)]
     if _is_list(field.type):
+        path = [field.name, "list", "element"]
         groups = [_element(path[0], _optional(field), children=1, is_list=True), _element("list", REPEATED, children=1)]
         elements = [*groups, _element(path[-1], _optional(field.type.value_field), kind=kind)]
     column = _struct(

@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from hfgpt.data.file_access import open_file
-from hfgpt.data.formats.column_file import CODECS, Chunk, column_file, is_simple
+from hfgpt.data.formats.column_file import CODECS, UNKNOWN, Chunk, Leaf, column_file, is_simple
 from hfgpt.data.heads import FileHead, no_column, read_head
 from hfgpt.data.kinds import BadFile
 from hfgpt.data.units import Unit
@@ -34,28 +34,33 @@ TEXT_TYPES = ("string", "large_string", "string_view", "binary", "large_binary",
 class Column(NamedTuple):
     """One column of a file. `chunks`: int64, a row (see `Chunk`) for each row group. `size_bytes`: of the file.
 
-    `leaf`: of the column in the footer; None if only pyarrow can read it, with the whole footer.
+    `leaf`: of the column in the footer; None if only pyarrow can read it, with the whole footer. `content`: all of a
+    remote file that is so small that it came with the footer.
     """
 
     field: pa.Field
-    leaf: Any
+    leaf: Leaf | None
     chunks: np.ndarray
     size_bytes: int
     created_by: str
+    content: bytes | None
 
-
-def open_head(file: str) -> FileHead:
-    """Return the sizes of a file that ends in a footer, without reading its head. Raises BadFile for any other file."""
-    size, _ = _read_footer(file)
-    return FileHead(b"", False, size, size)
+    @property
+    def kept_bytes(self) -> int:
+        return self.chunks.nbytes + len(self.content or b"")
 
 
 def find_units(file: str, head: FileHead, text_column: str) -> list[Unit]:
+    return inspect(file, text_column)[0]
+
+
+def inspect(file: str, text_column: str) -> tuple[list[Unit], int]:
+    """Return the units and the size of a file, without reading its head."""
     column = open_column(file, text_column)
     kind = column.field.type
     if str(kind.value_type if pa.types.is_dictionary(kind) else kind) not in TEXT_TYPES:
         raise BadFile(f"text_column={text_column}: contains {kind}, not text, in {file}; choose a text column")
-    return units_of_column(file, column)
+    return units_of_column(file, column), column.size_bytes
 
 
 def units_of_column(file: str, column: Column) -> list[Unit]:
@@ -76,14 +81,18 @@ def read_column(unit: Unit, name: str) -> pa.ChunkedArray:
     """Return one column of a row group."""
     column = open_column(unit.file, name)
     if column.leaf is None:
-        _, footer = _read_footer(unit.file)
+        *_, footer = _read_footer(unit.file)
         with open_file(unit.file) as handle:
             reader = pq.ParquetFile(handle, metadata=footer)
             return reader.read_row_group(unit.start, columns=[name], use_threads=False)[0]
     chunk = Chunk(*column.chunks[unit.start].tolist())
-    with open_file(unit.file) as handle:
-        handle.seek(chunk.start)
-        data = handle.read(min(chunk.stored_bytes + MORE_BYTES, column.size_bytes - chunk.start))
+    stop = min(chunk.start + chunk.stored_bytes + MORE_BYTES, column.size_bytes)
+    if column.content is not None:
+        data = column.content[chunk.start : stop]
+    else:
+        with open_file(unit.file) as handle:
+            handle.seek(chunk.start)
+            data = handle.read(stop - chunk.start)
     whole = column_file(column.field, column.leaf, chunk, data, column.created_by)
     return pq.ParquetFile(pa.BufferReader(whole)).read(use_threads=False)[0]
 
@@ -94,54 +103,42 @@ def open_column(file: str, name: str) -> Column:
     status = None if "://" in file else os.stat(file)
     key = (file, name, status and (status.st_size, status.st_mtime_ns))
     if (column := _columns.get(key)) is None:
-        size, footer = _read_footer(file)
-        column = _find_column(file, name, size, footer)
+        tail, size, footer = _read_footer(file)
+        content = tail if len(tail) == size and "://" in file else None
+        column = _find_column(file, name, footer, size, content)
         _columns.put(key, column)
     return column
 
 
-def _find_column(file: str, name: str, size: int, footer: Any) -> Column:
-    schema = footer.schema.to_arrow_schema()
+def _find_column(file: str, name: str, footer: Any, size: int, content: bytes | None) -> Column:
+    # Not footer.schema: the two would refer to each other, and large footers stay in memory.
+    schema = pq.ParquetFile(pa.BufferReader(b""), metadata=footer).schema_arrow
     if schema.names.count(name) != 1:
         raise no_column(file, name, schema.names)
-    field, leaves = schema.field(name), [footer.schema.column(i) for i in range(len(footer.schema))]
-    at = [i for i, leaf in enumerate(leaves) if leaf.path == name or leaf.path.startswith(f"{name}.")]
-    chunks = np.zeros((footer.num_row_groups, len(Chunk._fields)), np.int64)
-    simple = len(at) == 1 and is_simple(field, leaves[at[0]])
-    for number in range(footer.num_row_groups):
+    field, groups = schema.field(name).remove_metadata(), footer.num_row_groups
+    chunks, leaf = np.zeros((groups, len(Chunk._fields)), np.int64), None
+    if groups:
+        first = footer.row_group(0)
+        paths = [first.column(i).path_in_schema for i in range(first.num_columns)]
+        at = next(i for i, path in enumerate(paths) if path == name or path.startswith(f"{name}."))
+        leaf = Leaf(paths[at], first.column(at).physical_type)
+    for number in range(groups):
         group = footer.row_group(number)
-        part = group.column(at[0])
-        start = part.dictionary_page_offset or part.data_page_offset
-        start = min(start, part.data_page_offset)
-        simple &= part.compression in CODECS and not part.file_path
-        chunks[number] = (
-            group.num_rows,
-            start,
-            part.total_compressed_size,
-            part.total_uncompressed_size,
-            part.num_values,
-            part.data_page_offset - start,
-            CODECS.get(part.compression, -1),
-        )
-    # Without the metadata of Arrow's own schema, which repeats all columns in each field's file.
-    return Column(
-        field.remove_metadata(), _Leaf.of(leaves[at[0]]) if simple else None, chunks, size, footer.created_by or ""
-    )
+        part = group.column(at)
+        start = min(part.dictionary_page_offset or part.data_page_offset, part.data_page_offset)
+        sizes = part.total_compressed_size, part.total_uncompressed_size, part.num_values
+        codec = CODECS.get(part.compression, UNKNOWN)
+        chunks[number] = (group.num_rows, start, *sizes, part.data_page_offset - start, codec)
+    if leaf and not (is_simple(field, leaf) and (chunks[:, -1] != UNKNOWN).all()):
+        leaf = None
+    return Column(field, leaf, chunks, size, footer.created_by or "", content)
 
 
-class _Leaf(NamedTuple):
-    """What `column_file` needs of a leaf; pyarrow's own object would keep the footer in memory."""
+def _read_footer(file: str) -> tuple[bytes, int, Any]:
+    """Return the end of a file as it was fetched, the file's size, and its footer.
 
-    path: str
-    physical_type: str
-
-    @classmethod
-    def of(cls, leaf: Any) -> _Leaf:
-        return cls(leaf.path, leaf.physical_type)
-
-
-def _read_footer(file: str) -> tuple[int, Any]:
-    """Return the size of a file, and its footer. Raises BadFile for a file that does not end in one."""
+    Raises BadFile, or an error of pyarrow, for a file that does not end in one.
+    """
     with open_file(file) as handle:
         size = handle.seek(0, os.SEEK_END)
         wanted = _tail.bytes
@@ -154,7 +151,7 @@ def _read_footer(file: str) -> tuple[int, Any]:
             wanted = needed
             _tail.bytes = max(_tail.bytes, needed + needed // 4)  # the other files have such footers too
     try:
-        return size, pq.read_metadata(pa.BufferReader(tail[-needed:] if needed <= len(tail) else tail))
+        return tail, size, pq.read_metadata(pa.BufferReader(tail[-needed:] if needed <= len(tail) else tail))
     except (pa.ArrowException, OSError):
         read_head(file)  # knows what else the file may be
         raise
@@ -183,9 +180,9 @@ class _Columns:
     def put(self, key: Any, column: Column) -> None:
         with self._lock:
             if self._columns.setdefault(key, column) is column:
-                self._bytes += column.chunks.nbytes
+                self._bytes += column.kept_bytes
             while self._bytes > KEPT_BYTES and len(self._columns) > 1:
-                self._bytes -= self._columns.pop(next(iter(self._columns))).chunks.nbytes
+                self._bytes -= self._columns.pop(next(iter(self._columns))).kept_bytes
 
 
 _columns, _tail = _Columns(), _Tail()
