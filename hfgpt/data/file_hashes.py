@@ -25,10 +25,11 @@ def is_earlier_hash(recorded: Any) -> bool:
     return re.search(r"(^| )[0-9a-f]{16}$", str(recorded)) is not None
 
 
-def hash_files(files: list[str], as_earlier: bool = False) -> dict[str, Any]:
+def hash_files(files: list[str], whole: bool = False, as_earlier: bool = False) -> dict[str, Any]:
     """Return the number of files and one hash of their names, sizes and content; for few files, also one hash each.
 
-    Names are relative to the common folder. `as_earlier`: like earlier versions.
+    Names are relative to the common folder. `whole`: read all of each file, and not just samples. `as_earlier`: like
+    earlier versions.
     """
     root, prefix = os.path.commonpath([os.path.dirname(file) for file in files]), "" if as_earlier else "samples-"
 
@@ -36,7 +37,7 @@ def hash_files(files: list[str], as_earlier: bool = False) -> dict[str, Any]:
         content = xxhash.xxh3_64()
         with open(file, "rb", buffering=0) as handle:
             size = os.fstat(handle.fileno()).st_size
-            for start, stop in _earlier_samples(size) if as_earlier else _samples(size):
+            for start, stop in _earlier_samples(size) if as_earlier else _samples(size, whole):
                 handle.seek(start)
                 content.update(handle.read(stop - start))
         return f"{size} bytes, {prefix}{content.hexdigest()}"
@@ -45,12 +46,12 @@ def hash_files(files: list[str], as_earlier: bool = False) -> dict[str, Any]:
         found = pool.map(lambda file: read_file(file, lambda: hash_content(file), 0), files)
         hashes = {Path(file).relative_to(root).as_posix(): value for file, value in zip(files, found, strict=True)}
     named = {f"file {name}": value for name, value in hashes.items()} if len(files) <= MAX_NAMED_FILES else {}
-    whole = prefix + xxhash.xxh3_64_hexdigest(str(sorted(hashes.items())).encode())
-    return {"files": len(files), "hash": whole, **named}
+    of_all = prefix + xxhash.xxh3_64_hexdigest(str(sorted(hashes.items())).encode())
+    return {"files": len(files), "hash": of_all, **named}
 
 
-def _samples(size: int) -> Iterator[tuple[int, int]]:
-    if size <= SAMPLES * SAMPLE_BYTES:
+def _samples(size: int, whole: bool) -> Iterator[tuple[int, int]]:
+    if whole or size <= SAMPLES * SAMPLE_BYTES:
         yield 0, size
         return
     for sample in range(SAMPLES):

@@ -28,7 +28,7 @@ from hfgpt.data.local_files import local_files
 from hfgpt.data.opening import open_files
 from hfgpt.data.permutation import permutation
 from hfgpt.data.remote import hub_files
-from hfgpt.data.units import BAD, Unit, Unusable
+from hfgpt.data.units import BAD, IN_MEMORY_BYTES, Unit, Unusable
 from hfgpt.errors import UserError
 from hfgpt.messages.formats import counted
 
@@ -231,7 +231,7 @@ def open_source(
             raise UserError(f"dataset={dataset}: no {KNOWN} file in split {split}; {first} is {kind}")
     opened = open_files(files, found is not None, text_column, patience_seconds, skip_bad_files, as_earlier.order)
     if found is not None:
-        fingerprint = hash_files(opened.files, as_earlier.hashes)
+        fingerprint = hash_files(opened.files, opened.size_bytes <= IN_MEMORY_BYTES, as_earlier.hashes)
     order = {"order": "files"} if opened.by_file else {}
     return Source(
         units=opened.units,

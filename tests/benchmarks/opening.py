@@ -93,7 +93,8 @@ def measure_hub(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 def client(phase: str, position: str) -> None:
     """Prints a line at the first step, and one after the text of each logical stream has come from a few row groups."""
     start = time.perf_counter()
-    import torch  # noqa: F401 a run has it
+    import datasets  # noqa: F401 these have their memory and time whatever is read
+    import torch  # noqa: F401
 
     from hfgpt import PretrainConfig
     from hfgpt.data import prepare_data

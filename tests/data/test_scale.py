@@ -23,7 +23,7 @@ from running import hashes, trained
 from hfgpt import PretrainConfig
 from hfgpt.checkpointing.audit import audit
 from hfgpt.data import opening, prepare_data, threads
-from hfgpt.data.file_hashes import SAMPLE_BYTES, hash_files
+from hfgpt.data.file_hashes import hash_files
 from hfgpt.data.formats import parquet
 from hfgpt.data.loader import iterate
 from hfgpt.data.sources import Earlier, open_source
@@ -77,11 +77,11 @@ data = prepare_data(config, 96)
 parts = iterate(data.train, None)
 next(parts)
 footers = sum(isinstance(one, pq.FileMetaData) for one in gc.get_objects())
-tell(streams=data.train.streams, footers=footers, kept=sum(c.kept_bytes for c in parquet._columns._columns.values()))
+tell(streams=data.train.streams, footers=footers, kept=sum(c.chunks.nbytes for c in parquet._footers._footers.values()))
 whole, batches = steps(data.train, None, 1, 0)
 others = [steps(data.train, None, *topology)[0] for topology in ((2, 0), (4, 0), (2, 2))]
 tell(whole=whole, others=others, position=batches[1].position)
-parquet._columns = parquet._Columns()
+parquet._footers = parquet._FooterCache()
 again = prepare_data(config, 96, saved=data.train.fingerprint)
 rest, _ = steps(again.train, batches[1].position, 1, 0, 1)
 tell(rest=rest, same=again.train.fingerprint == data.train.fingerprint)
@@ -228,7 +228,7 @@ def test_a_sample_of_each_local_file_recognizes_it(tmp_path):
     with open(path, "wb") as file:
         file.truncate(size)
     seen = {hash_files([str(path)])["hash"]}
-    for place in (0, size // 3 - SAMPLE_BYTES // 2, size - 1):
+    for place in (0, size // 3, size - 1):
         with open(path, "r+b") as file:
             file.seek(place)
             file.write(b"x")

@@ -34,8 +34,7 @@ TEXT_TYPES = ("string", "large_string", "string_view", "binary", "large_binary",
 class Column(NamedTuple):
     """One column of a file. `chunks`: int64, a row (see `Chunk`) for each row group. `size_bytes`: of the file.
 
-    `leaf`: of the column in the footer; None if only pyarrow can read it, with the whole footer. `content`: all of a
-    remote file that is so small that it came with the footer.
+    `leaf`: of the column in the footer; None if only pyarrow can read it, with the whole footer.
     """
 
     field: pa.Field
@@ -43,11 +42,6 @@ class Column(NamedTuple):
     chunks: np.ndarray
     size_bytes: int
     created_by: str
-    content: bytes | None
-
-    @property
-    def kept_bytes(self) -> int:
-        return self.chunks.nbytes + len(self.content or b"")
 
 
 def find_units(file: str, head: FileHead, text_column: str) -> list[Unit]:
@@ -81,18 +75,15 @@ def read_column(unit: Unit, name: str) -> pa.ChunkedArray:
     """Return one column of a row group."""
     column = open_column(unit.file, name)
     if column.leaf is None:
-        *_, footer = _read_footer(unit.file)
+        _, footer = _read_footer(unit.file)
         with open_file(unit.file) as handle:
             reader = pq.ParquetFile(handle, metadata=footer)
             return reader.read_row_group(unit.start, columns=[name], use_threads=False)[0]
     chunk = Chunk(*column.chunks[unit.start].tolist())
     stop = min(chunk.start + chunk.stored_bytes + MORE_BYTES, column.size_bytes)
-    if column.content is not None:
-        data = column.content[chunk.start : stop]
-    else:
-        with open_file(unit.file) as handle:
-            handle.seek(chunk.start)
-            data = handle.read(stop - chunk.start)
+    with open_file(unit.file) as handle:
+        handle.seek(chunk.start)
+        data = handle.read(stop - chunk.start)
     whole = column_file(column.field, column.leaf, chunk, data, column.created_by)
     return pq.ParquetFile(pa.BufferReader(whole)).read(use_threads=False)[0]
 
@@ -102,15 +93,14 @@ def open_column(file: str, name: str) -> Column:
     # A local file may be overwritten; a Hub file has its commit in its name.
     status = None if "://" in file else os.stat(file)
     key = (file, name, status and (status.st_size, status.st_mtime_ns))
-    if (column := _columns.get(key)) is None:
-        tail, size, footer = _read_footer(file)
-        content = tail if len(tail) == size and "://" in file else None
-        column = _find_column(file, name, footer, size, content)
-        _columns.put(key, column)
+    if (column := _footers.get(key)) is None:
+        size, footer = _read_footer(file)
+        column = _find_column(file, name, footer, size)
+        _footers.put(key, column)
     return column
 
 
-def _find_column(file: str, name: str, footer: Any, size: int, content: bytes | None) -> Column:
+def _find_column(file: str, name: str, footer: Any, size: int) -> Column:
     # Not footer.schema: the two would refer to each other, and large footers stay in memory.
     schema = pq.ParquetFile(pa.BufferReader(b""), metadata=footer).schema_arrow
     if schema.names.count(name) != 1:
@@ -131,11 +121,11 @@ def _find_column(file: str, name: str, footer: Any, size: int, content: bytes | 
         chunks[number] = (group.num_rows, start, *sizes, part.data_page_offset - start, codec)
     if leaf and not (is_simple(field, leaf) and (chunks[:, -1] != UNKNOWN).all()):
         leaf = None
-    return Column(field, leaf, chunks, size, footer.created_by or "", content)
+    return Column(field, leaf, chunks, size, footer.created_by or "")
 
 
-def _read_footer(file: str) -> tuple[bytes, int, Any]:
-    """Return the end of a file as it was fetched, the file's size, and its footer.
+def _read_footer(file: str) -> tuple[int, Any]:
+    """Return the size of a file, and its footer.
 
     Raises BadFile, or an error of pyarrow, for a file that does not end in one.
     """
@@ -151,7 +141,7 @@ def _read_footer(file: str) -> tuple[bytes, int, Any]:
             wanted = needed
             _tail.bytes = max(_tail.bytes, needed + needed // 4)  # the other files have such footers too
     try:
-        return tail, size, pq.read_metadata(pa.BufferReader(tail[-needed:] if needed <= len(tail) else tail))
+        return size, pq.read_metadata(pa.BufferReader(tail[-needed:] if needed <= len(tail) else tail))
     except (pa.ArrowException, OSError):
         read_head(file)  # knows what else the file may be
         raise
@@ -163,26 +153,26 @@ class _Tail:
     bytes = TAIL_BYTES
 
 
-class _Columns:
+class _FooterCache:
     """A thread-safe LRU cache of columns, up to `KEPT_BYTES` in total."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._columns: dict[Any, Column] = {}  # the most recently used is at the end
+        self._footers: dict[Any, Column] = {}  # the most recently used is at the end
         self._bytes = 0
 
     def get(self, key: Any) -> Column | None:
         with self._lock:
-            if (column := self._columns.pop(key, None)) is not None:
-                self._columns[key] = column
+            if (column := self._footers.pop(key, None)) is not None:
+                self._footers[key] = column
             return column
 
     def put(self, key: Any, column: Column) -> None:
         with self._lock:
-            if self._columns.setdefault(key, column) is column:
-                self._bytes += column.kept_bytes
-            while self._bytes > KEPT_BYTES and len(self._columns) > 1:
-                self._bytes -= self._columns.pop(next(iter(self._columns))).kept_bytes
+            if self._footers.setdefault(key, column) is column:
+                self._bytes += column.chunks.nbytes
+            while self._bytes > KEPT_BYTES and len(self._footers) > 1:
+                self._bytes -= self._footers.pop(next(iter(self._footers))).chunks.nbytes
 
 
-_columns, _tail = _Columns(), _Tail()
+_footers, _tail = _FooterCache(), _Tail()
