@@ -513,8 +513,8 @@ def test_a_launcher_that_has_died_meanwhile_ends_the_process(monkeypatch):
 @pytest.mark.parametrize(
     ("environment", "named"),
     [
-        ({"RANK": "1"}, "RANK=1 is not from 0 to .*WORLD_SIZE is not set"),
-        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 is not from 0 to .*WORLD_SIZE=2"),
+        ({"RANK": "1"}, "RANK=1 is not from 0 to"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 is not from 0 to"),
         ({"RANK": "-1", "WORLD_SIZE": "2"}, "RANK=-1"),
         ({"RANK": "first", "WORLD_SIZE": "2"}, "RANK=first: not a whole number"),
         ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2, but RANK is not set"),
