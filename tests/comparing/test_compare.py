@@ -118,6 +118,39 @@ def test_better_at_equal_tokens_and_slower_per_token(tmp_path):
     assert there["perplexity"] == pytest.approx(math.exp(there["loss"]))
 
 
+def set_speed(run, seconds_of):
+    """Rewrite the speed and the time of each step: seconds_of(step) per step."""
+    lines, wall = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()], {0: 0.0}
+    for step in range(1, lines[-1]["step"] + 1):
+        wall[step] = wall[step - 1] + seconds_of(step)
+    for line in lines:
+        line["wall_seconds"] = wall[line["step"]]
+        if "loss" in line:
+            line["tokens_per_second"] = 1024 / seconds_of(line["step"])
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return run
+
+
+def test_a_large_difference_in_speed_is_named_however_speeds_varied(tmp_path):
+    """Half of the steps of a run were slow, because the machine did something else."""
+    steady = write_run(tmp_path / "steady")
+    for name, slow_steps, words in (
+        ("mostly_slow", 240, "mostly_slow is 7.00x slower per token"),  # the medians show it
+        (
+            "partly_slow",
+            80,
+            "partly_slow is 2.19x slower per token over the whole run",
+        ),  # only the whole run shows it: 320 steps at 1, 80 at 7 times
+        ("hardly_slow", 4, "no clear difference in speed"),
+    ):
+        loaded = set_speed(write_run(tmp_path / name), lambda step, slow=slow_steps: 3.5 if step <= slow else 0.5)
+        summary, *lines = verdicts(steady, loaded)
+        assert summary.startswith(f"same tokens, same result; {words}"), summary
+        report = build_report(runs := read_runs([steady, loaded]), compare(runs))
+        assert any(line.startswith(words) for line in report.verdicts[0][1].evidence) == (slow_steps > 4)
+        assert slow_steps == 4 or any("at equal wall time" in line and "worse" in line for line in lines)
+
+
 @pytest.mark.parametrize("every", [1, 10])
 def test_the_same_curve_with_other_noise_is_within_noise(tmp_path, every):
     a = write_run(tmp_path / "a", tokens="a", seed=3)
