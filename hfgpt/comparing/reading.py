@@ -11,7 +11,7 @@ from typing import Any
 
 from hfgpt.checkpointing.run_folder import RunFolder
 from hfgpt.comparing.logs import read_log
-from hfgpt.comparing.runs import PastRun, add_record, number
+from hfgpt.comparing.runs import RUN_FOLDER, PastRun, add_record, count, number
 from hfgpt.config import PretrainConfig
 from hfgpt.errors import UserError
 from hfgpt.files import read_text_file
@@ -88,7 +88,7 @@ def read_folder(path: Path, with_ledger: bool = True) -> PastRun:
         inside = sorted(p.name for p in path.iterdir() if RunFolder(p).metrics.is_file())
         fix = f"give one of those in it: {', '.join(inside[:5])}" if inside else "give a run's output_dir"
         raise UserError(f"run {path}: no run.json or metrics.jsonl in this folder; {fix}")
-    run = PastRun(path.resolve().name, str(path), "run folder")
+    run = PastRun(path.resolve().name, str(path), RUN_FOLDER)
     _read_facts(run, folder)
     records = folder.records()
     for record in records:
@@ -172,11 +172,16 @@ def _choice(plan: dict[str, Any], key: str, inner: str) -> str | bool | None:
 
 
 def _apply_changes(run: PastRun) -> None:
-    """Show both values of settings that a resume or an out-of-memory retry changed: "0.1; 0.2 from step 500 on"."""
+    """Show both values of settings that a resume or an out-of-memory retry changed: "0.1; 0.2 from step 500 on".
+
+    The length of the run is that of the newest resume.
+    """
     for event in run.events:
         changes: Any = event.get("changed_settings")
         changes = changes.items() if isinstance(changes, dict) else ()
         now = {key: change["to"] for key, change in changes if isinstance(change, dict) and "to" in change}
+        if event["event"] == "resume" and (planned := count(event.get("max_steps") or now.get("max_steps"))):
+            run.plan["max_steps"] = planned
         if event["event"] == "oom_retry":
             keys = {"per_device_train_batch_size": "micro_batch", "gradient_accumulation_steps": "accumulation"}
             now = {key: event[name] for key, name in keys.items() if name in event}

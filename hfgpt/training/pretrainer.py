@@ -124,7 +124,7 @@ def start(run: TrainingRun) -> None:
         rewind_run(run.folder, resumed_from, run.progress.step, run.config.save_total_limit)
     if run.resumed:
         changed = {"changed_settings": run.resumed.changed_settings, "changed_text": run.resumed.changed_text or None}
-        run.record(event="resume", checkpoint=run.resumed.folder.name, **changed)
+        run.record(event="resume", checkpoint=run.resumed.folder.name, max_steps=run.plan.max_steps, **changed)
     else:
         run.record(event="start")
     with run.signals.interruptible():
