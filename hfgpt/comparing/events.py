@@ -31,7 +31,7 @@ def event_lines(run: PastRun) -> list[str]:
 
 def describe_event(event: dict[str, Any]) -> str:
     """Describe an event in one line: its name, its step, and what else it records."""
-    always = ("event", "step", "time", "wall_seconds", "num_input_tokens_seen", "max_steps")
+    always = ("event", "step", "time", "wall_seconds", "num_input_tokens_seen", "max_steps", "checkpoint_step")
     details = ", ".join(f"{key} {_words(value)}" for key, value in event.items() if key not in always and value)
     return f"{event.get('event')} at step {event['step']}{': ' if details else ''}{details}"
 

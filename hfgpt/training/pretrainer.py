@@ -25,7 +25,7 @@ from hfgpt.training.failures import how_to_continue, saved_on_failure
 from hfgpt.training.non_finite import Step
 from hfgpt.training.out_of_memory import out_of_memory_named
 from hfgpt.training.run import TrainingRun
-from hfgpt.training.saving import note_saved, record_lost_output, save, write_report
+from hfgpt.training.saving import note_saved, record_lost_output, record_samples, save, write_report
 from hfgpt.training.setup import prepare
 from hfgpt.training.step import StepResult
 
@@ -83,6 +83,10 @@ class Pretrainer:
         if self.config.push_to_hub and run.is_main:  # after the other processes have finished
             push_trained(self.config, run.folder.checkpoint(run.progress.step))
         return run.progress.evaluation
+
+    def record_samples(self, prompts: Sequence[str], texts: Sequence[str]) -> None:
+        """Add samples of the trained model to metrics.jsonl and report.html. Call after `train`, on one process."""
+        record_samples(self.run, prompts, texts)
 
 
 def next_batch(run: TrainingRun) -> tuple[StepBatch, StepBatch]:
