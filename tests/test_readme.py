@@ -57,7 +57,8 @@ def test_the_front_page_is_short():
 def test_commands_are_found_in_each_form(tmp_path):
     path = tmp_path / "README.md"
     path.write_text(
-        "A `hfgpt doctor` and `hfgpt plan`.\n\n    A=1 torchrun x.py \\\n        --a 1   # why\n\n"
+        "A `hfgpt doctor`, `hfgpt plan` and `accelerate estimate-memory`.\n\n"
+        "    A=1 torchrun x.py \\\n        --a 1   # why\n\n"
         "```python\nprint(1)\n```\n\n```\n$ hfgpt audit out/x\nsame text\n```\n\n"
         "- Item\n\n      newprogram --flag 1\n\nIt prints\n\n    model    char-cpu\n"
     )
