@@ -32,7 +32,7 @@ def test_each_flag_is_known():
     named = {
         (path.name, flag) for path in README for text in spans(path) for flag in re.findall(r"--[a-z][\w-]+", text)
     }
-    own = {"--signal", "--include_path", "--model_args"}  # SLURM's and lm-evaluation-harness's
+    own = {"--signal", "--include_path", "--model_args", "--index-url"}  # SLURM's, lm-evaluation-harness's, pip's
     assert not {(name, flag) for name, flag in named if flag not in flags | own}
 
 
