@@ -32,6 +32,10 @@ class RunError(RuntimeError):
         self.exit_code, self.everywhere = exit_code, everywhere
 
 
+class TextEnded(RunError):
+    """The text of a run has no more steps, as `max_epochs` wants it: the run saves and ends with exit code 0."""
+
+
 def first_line(error: BaseException) -> str:
     """Return the type of an exception and the first line of its message."""
     return f"{type(error).__name__}: {message(error) if str(error).strip() else 'no message'}"

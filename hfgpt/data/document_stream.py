@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, repeat
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,9 +17,9 @@ from hfgpt.data.encoding import Encoder
 from hfgpt.data.formats import format_of
 from hfgpt.data.permutation import hashes, permutation
 from hfgpt.data.sources import Source
-from hfgpt.data.stream import SHOWN_TOKENS, Decode, StepBatch, divisors, join_batches
+from hfgpt.data.stream import SHOWN_TOKENS, Decode, Origin, StepBatch, divisors, join_batches
 from hfgpt.data.units import IN_MEMORY_BYTES, Unit, Unusable
-from hfgpt.errors import UserError
+from hfgpt.errors import TextEnded, UserError
 
 MAX_STREAMS = 96
 PARTS_PER_STREAM = 8
@@ -59,7 +59,7 @@ class DocumentStream:
     i reads every V-th part from the i-th on, shuffles the rows of each, and starts its next epoch independently. All of
     this depends only on seed, epoch and place, so no random state is stored. Position: `{"streams": [[epoch, part, row,
     token], ...]}`, for each stream the first token of its next block. Raises UserError if there are fewer rows than
-    streams.
+    streams. A stream that needs more than `max_epochs` raises TextEnded.
     """
 
     source: Source
@@ -68,6 +68,7 @@ class DocumentStream:
     sequence_length: int
     blocks_per_step: int
     fingerprint: dict[str, Any]
+    max_epochs: int | None = None
 
     def __post_init__(self) -> None:
         candidates = [n for n in divisors(self.blocks_per_step) if n <= MAX_STREAMS]
@@ -83,16 +84,17 @@ class DocumentStream:
             raise UserError(
                 f"resume_from_checkpoint: position of {saved_streams} streams, but there are {self.streams}"
             )
-        streams = [self._pack(i, position["streams"][i]) for i in range(first, last)]
+        counts = repeat(self.blocks_per_step // self.streams)
+        streams = [self.pack(i, position["streams"][i], counts) for i in range(first, last)]
         return map(join_batches, zip(*streams))  # noqa: B905 all of them are endless
 
-    def _pack(self, stream: int, cursor: list[int]) -> Iterator[StepBatch]:
-        """Yield one logical stream's blocks of each step, packed from its documents end to end."""
+    def pack(self, stream: int, cursor: list[int], counts: Iterable[int]) -> Iterator[StepBatch]:
+        """Yield one logical stream's blocks of each step, `counts` of them, packed from its documents end to end."""
         documents, token = self.documents(stream, cursor), cursor[-1]
-        step_tokens = self.blocks_per_step // self.streams * self.sequence_length
         pending = deque([next(documents)])
         held, skipped = len(pending[0].ids), Counter(pending[0].skipped)
-        while True:
+        for count in counts:
+            step_tokens = count * self.sequence_length
             origins = [(*pending[0].origin, -token)]
             while held <= token + step_tokens:
                 pending.append(next(documents))
@@ -117,6 +119,8 @@ class DocumentStream:
         counted = cursor[:3] if first_part + first_row + token > 0 else None
         is_found, skipped, empty_epochs = first_part + first_row > 0, Counter[str](), 0
         while True:
+            if self.max_epochs is not None and epoch >= self.max_epochs:
+                raise TextEnded(f"max_epochs={self.max_epochs} are over")
             parts = self._shuffle_parts(epoch)[stream :: self.streams].copy()
             for part in range(first_part, len(parts)):
                 texts = self._read_part(stream, [epoch, part], parts[part], first_row, skipped)
@@ -188,18 +192,29 @@ class DocumentStream:
         return UserError(f"dataset: {need}: {found}; {fix}")
 
     def locate_rows(self, decode: Decode, batch: StepBatch, rows: Sequence[int]) -> list[dict[str, Any]]:
-        located, each, length = [], len(batch.blocks) // self.streams, self.sequence_length
-        for number, origins in enumerate(batch.documents):
-            run = batch.blocks[number * each : (number + 1) * each, :-1].ravel()
-            starts = [start for *_, start in origins]
-            wanted = {row - number * each for row in rows if row // each == number}
-            for (epoch, unit, row, start), stop in zip(origins, [*starts[1:], len(run)], strict=True):
-                if wanted.isdisjoint(range(max(start, 0) // length, -(-stop // length))):
-                    continue
-                file, place, *_ = self.source.units[unit]
-                part = {format_of(file).UNIT_START: place, "row": row}
-                text = decode(run[max(start, 0) : min(stop, max(start, 0) + SHOWN_TOKENS)])
-                located.append({"file": file, **part, "epoch": epoch, "text": text, "goes_on": start < 0})
+        each = len(batch.blocks) // self.streams
+        return [
+            found
+            for number, origins in enumerate(batch.documents)
+            for found in self.locate(
+                decode,
+                batch.blocks[number * each : (number + 1) * each],
+                origins,
+                {row - number * each for row in rows if row // each == number},
+            )
+        ]
+
+    def locate(self, decode: Decode, blocks: np.ndarray, origins: list[Origin], rows: set[int]) -> list[dict[str, Any]]:
+        """Return where the text in these rows of one logical stream's `blocks` of a step comes from."""
+        located, run, length = [], blocks[:, :-1].ravel(), self.sequence_length
+        stops = [*(start for *_, start in origins[1:]), len(run)]
+        for (epoch, unit, row, start), stop in zip(origins, stops, strict=True):
+            if rows.isdisjoint(range(max(start, 0) // length, -(-stop // length))):
+                continue
+            file, place, *_ = self.source.units[unit]
+            part = {format_of(file).UNIT_START: place, "row": row}
+            text = decode(run[max(start, 0) : min(stop, max(start, 0) + SHOWN_TOKENS)])
+            located.append({"file": file, **part, "epoch": epoch, "text": text, "goes_on": start < 0})
         return located
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -44,26 +45,45 @@ class MemoryBlocks:
         return {"epoch": epoch, "block": 0}
 
     def steps(self, position: dict[str, Any], first: int, last: int) -> Iterator[StepBatch]:
+        for starts, after in self.advance(position, repeat(self.blocks_per_step)):
+            yield StepBatch(self.read(starts[first:last]), after)
+
+    def advance(
+        self, position: dict[str, Any], counts: Iterable[int]
+    ) -> Iterator[tuple[np.ndarray, dict[str, Any]]]:
+        """Yield where the next blocks start in `tokens`, for each of `counts`, and the position after them."""
         epoch = int(position["epoch"])
         order = self._shuffle_blocks(epoch)
         left = order[int(position["block"]) :]
-        while True:
+        for wanted in counts:
             orders, count = [left], len(left)
-            while count < self.blocks_per_step:
+            while count < wanted:
                 epoch += 1
                 order = self._shuffle_blocks(epoch)
                 orders.append(order)
                 count += len(order)
             left = np.concatenate(orders)
-            blocks = sliding_window_view(self.tokens, self.sequence_length + 1)[left[first:last]]
-            left = left[self.blocks_per_step :]
-            yield StepBatch(blocks, {"epoch": epoch, "block": len(order) - len(left)})
+            starts, left = left[:wanted], left[wanted:]
+            yield starts, {"epoch": epoch, "block": len(order) - len(left)}
+
+    def read(self, starts: np.ndarray) -> np.ndarray:
+        """Return the blocks that start there."""
+        return sliding_window_view(self.tokens, self.sequence_length + 1)[starts]
+
+    def blocks_left(self, position: dict[str, Any], epochs: int) -> int:
+        """Return the number of blocks from `position` to the end of this many epochs."""
+        return sum(map(self._block_count, range(position["epoch"], epochs))) - position["block"]
+
+    def _block_count(self, epoch: int) -> int:
+        return (len(self.tokens) - self._phase(epoch) - 1) // self.sequence_length
+
+    def _phase(self, epoch: int) -> int:
+        return hash_of(self.seed, epoch, 0) % self._phases
 
     def _shuffle_blocks(self, epoch: int) -> np.ndarray:
         """Return where the epoch's blocks start in `tokens`, in the epoch's order."""
-        phase = hash_of(self.seed, epoch, 0) % self._phases
-        count = (len(self.tokens) - phase - 1) // self.sequence_length
-        return phase + self.sequence_length * permutation(count, self.seed, epoch, 1)
+        order = permutation(self._block_count(epoch), self.seed, epoch, 1)
+        return self._phase(epoch) + self.sequence_length * order
 
     def locate_rows(self, decode: Decode, batch: StepBatch, rows: Sequence[int]) -> list[dict[str, Any]]:
         return [{"row_of_step": row, "text": decode(batch.blocks[row, :SHOWN_TOKENS])} for row in rows]

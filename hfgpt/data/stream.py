@@ -29,14 +29,16 @@ class StepBatch:
 
     `position`: this process's share of the position after the step, see `merge_positions`. `skipped`: rows skipped,
     by reason. `documents`: those in the step, for each logical stream. The first is the last one of the previous step,
-    whose end this step may contain; it starts at 0 or below. `retries`: records of retried reads.
+    whose end this step may contain; it starts at 0 or below. `retries`: records of retried reads. `sources`: in a
+    mixture, the number of the source of each block, and `documents` has a list for each source of each logical stream.
     """
 
     blocks: np.ndarray
     position: dict[str, Any]
     skipped: Counter[str] = field(default_factory=Counter)
-    documents: list[list[Origin]] = field(default_factory=list)
+    documents: list[list[Any]] = field(default_factory=list)
     retries: list[dict[str, Any]] = field(default_factory=list)
+    sources: np.ndarray | None = None
 
 
 class Stream(Protocol):
@@ -74,11 +76,15 @@ def join_batches(parts: Sequence[StepBatch]) -> StepBatch:
         sum((part.skipped for part in parts), Counter[str]()),
         [origins for part in parts for origins in part.documents],
         [record for part in parts for record in part.retries],
+        None if parts[0].sources is None else np.concatenate([part.sources for part in parts]),
     )
 
 
 def merge_positions(positions: list[dict[str, Any]]) -> dict[str, Any]:
     """Merge the positions of all processes, in rank order, into one that loads with any world size."""
+    if names := positions[0].get("sources"):  # a mixture
+        sources = {name: merge_positions([position["sources"][name] for position in positions]) for name in names}
+        return {**positions[0], "sources": sources}
     if "streams" not in positions[0]:
         assert all(position == positions[0] for position in positions), positions  # noqa: S101
         return positions[0]

@@ -179,6 +179,7 @@ class GPT2LMHeadModel(PreTrainedModel, GenerationMixin):
             attention_mask: (B, S), 0 on padding, S = T + length of the cache; or that of `document_attention`.
             labels: (B, T), the input ids, as in transformers: position t is scored on labels[t + 1].
             shift_labels: (B, T), already shifted: position t is scored on shift_labels[t]. -100 is not scored.
+            loss_per_row: the loss is (B,), the sum of each row's.
             num_items_in_batch: divides the summed loss; default: the number of scored targets.
             logits_to_keep: compute logits for this many last positions (0: all), or for these positions.
 
@@ -188,7 +189,9 @@ class GPT2LMHeadModel(PreTrainedModel, GenerationMixin):
         Raises UserError if there are more tokens, including cached ones, than positions in the model.
         """
         # Not in the signature: transformers' Trainer requires each argument with "label" in its name.
-        shift_labels = others.pop("shift_labels", None)
+        shift_labels, rows = others.pop("shift_labels", None), None
+        if others.pop("loss_per_row", False):
+            rows = len(shift_labels)
         for name, value in others.items():  # callers of stock GPT-2 pass output_attentions=False and the like
             if value is not None and value is not False:
                 raise TypeError(f"forward() of this model has no {name}; leave it out, or use stock GPT-2")
@@ -211,7 +214,7 @@ class GPT2LMHeadModel(PreTrainedModel, GenerationMixin):
         loss = logits_BTV = None
         if shift_labels is not None:
             x_NC, target_N = x_BTC.flatten(0, 1), shift_labels.flatten().long()
-            loss = head_loss(x_NC, self.lm_head.weight, target_N, self.head_chunk_size)
+            loss = head_loss(x_NC, self.lm_head.weight, target_N, self.head_chunk_size, rows)
             loss = loss / ((shift_labels != UNSCORED).sum() if num_items_in_batch is None else num_items_in_batch)
         if not returns_loss_only:
             keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep

@@ -52,7 +52,7 @@ class NonFiniteGuard:
         return self.skipped_in_a_row >= MAX_SKIPPED_STEPS
 
     def add(self, step: Step, result: StepResult) -> None:
-        loss, grad_norm, micro_losses = result
+        loss, grad_norm, micro_losses, _ = result
         width = 2 + len(micro_losses)
         if len(self.pending) == MAX_PENDING_STEPS or (self.pending and width != self.values.shape[1]):
             self.read()

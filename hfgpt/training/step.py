@@ -22,11 +22,15 @@ from hfgpt.training.out_of_memory import MemoryWatch
 
 
 class StepResult(NamedTuple):
-    """Loss and gradient norm of a step, and the losses of this process's micro-batches, as tensors on the device."""
+    """Loss and gradient norm of a step, and the losses of this process's micro-batches, as tensors on the device.
+
+    `row_losses`: each row's part of the loss, if requested.
+    """
 
     loss: Tensor
     grad_norm: Tensor
     micro_losses: Tensor  # (micro-batches,)
+    row_losses: Tensor | None = None  # (rows,)
 
 
 class TrainStep:
@@ -62,7 +66,9 @@ class TrainStep:
         self.is_updating = False  # True while the weights belong to no finished step
         self.parallel_model.train()
 
-    def __call__(self, input_ids: Tensor, shift_labels: Tensor, step: int) -> StepResult:
+    def __call__(
+        self, input_ids: Tensor, shift_labels: Tensor, step: int, loss_per_row: bool = False
+    ) -> StepResult:
         """Train on this process's share of step `step` (from 1): inputs and targets, both (rows, T).
 
         The loss is the mean negative log-likelihood in nats over the target tokens of all processes, the gradient norm
@@ -84,6 +90,8 @@ class TrainStep:
         micro_batches = list(zip(input_ids.split(size), shift_labels.split(size), strict=True))
         # One tensor: many small ones that outlive their micro-batch would fragment the device's memory.
         micro_losses = torch.zeros(len(micro_batches), device=input_ids.device)
+        row_losses = torch.zeros(len(input_ids), device=input_ids.device) if loss_per_row else None
+        per_row = {"loss_per_row": True} if loss_per_row else {}
         for index, (ids, labels) in enumerate(micro_batches, start=1):
             # Accumulate gradients locally and exchange them once per step, in the last micro-batch.
             is_last = index == len(micro_batches)
@@ -91,8 +99,11 @@ class TrainStep:
                 self.model.set_requires_gradient_sync(is_last)
             no_sync = nullcontext() if is_last or self.is_sharded else accelerator.no_sync(self.parallel_model)
             with self.memory.micro_batch(index, len(micro_batches)), no_sync, accelerator.autocast():
-                options = {"num_items_in_batch": num_targets, **self.attention(ids)}
+                options = {"num_items_in_batch": num_targets, **per_row, **self.attention(ids)}
                 micro_loss = self.parallel_model(input_ids=ids, shift_labels=labels, **options).loss
+                if row_losses is not None:
+                    row_losses[(index - 1) * size : index * size] = micro_loss.detach()
+                    micro_loss = micro_loss.sum()
                 loss = micro_loss * world  # DDP and FSDP2 average gradients over processes; we want the sum
                 # Not accelerator.backward, which checks for other packages each time: 1 % of a 30 ms step.
                 (loss if accelerator.scaler is None else accelerator.scaler.scale(loss)).backward()
@@ -113,7 +124,7 @@ class TrainStep:
         self.is_updating = True
         self.scaled_optimizer.step()
         self.scaled_optimizer.zero_grad()
-        return StepResult(loss, grad_norm, micro_losses)
+        return StepResult(loss, grad_norm, micro_losses, row_losses)
 
     def to_tensors(self, blocks: np.ndarray) -> tuple[Tensor, Tensor]:
         """Move blocks (rows, T + 1) to the device and split them into inputs and targets, both (rows, T).
