@@ -7,7 +7,7 @@ import os
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from hfgpt.data.document_stream import DocumentStream
 from hfgpt.data.encoding import LOSSES, Document, Encoder, make_repeatable
 from hfgpt.data.held_out import HeldOut, hold_out, no_documents, source_options
 from hfgpt.data.memory_blocks import MemoryBlocks
+from hfgpt.data.mixture import MixedStream
 from hfgpt.data.permutation import permutation
 from hfgpt.data.remote import check_hub, model_files
 from hfgpt.data.sources import Source, open_source, read_documents, text_hash
@@ -43,17 +44,68 @@ class TextData:
     `validation`, and a `train_sample` of training text if requested: one run of int32 tokens each.
     `validation_bytes`: UTF-8 bytes of all validation tokens except the first; None if unknown. `description`: lines for
     the plan. `skipped`: rows skipped so far, and what the tokenizer does not represent, by reason; a document stream
-    counts its own with each step. `validation_documents`: number of different ones.
+    counts its own with each step. `validation_documents`: number of different ones. `named_validation`: the parts of
+    `validation` that are evaluated by name, each with its bytes.
     """
 
     tokenizer: PreTrainedTokenizerFast
-    train: MemoryBlocks | DocumentStream
+    train: MemoryBlocks | DocumentStream | MixedStream
     validation: np.ndarray
     train_sample: np.ndarray | None
     validation_bytes: int | None
     description: list[str]
     skipped: Counter[str]
     validation_documents: int
+    named_validation: dict[str, tuple[np.ndarray, int | None]] = field(default_factory=dict)
+
+
+@dataclass
+class OpenText:
+    """One text after its validation text was held out, before it is encoded.
+
+    `documents`: all of them if the text is in memory, None for a document stream. `training`: the units for training.
+    """
+
+    config: PretrainConfig
+    source: Source
+    documents: list[str] | None
+    held_out: HeldOut
+    training: Source
+    skipped: Counter[str]
+
+    def exclude(self, hashes: frozenset[int]) -> None:
+        """Leave out documents with these hashes from training."""
+        self.training = dataclasses.replace(self.training, exclude=hashes)
+        kept = [text for text in self.held_out.documents if text_hash(text) not in hashes]
+        self.skipped += Counter(in_validation=len(self.held_out.documents) - len(kept))
+        self.held_out.documents = kept
+
+
+def open_text(config: PretrainConfig, has_tokenizer: bool, saved_rule: str | None) -> OpenText:
+    """Open the text, decide whether it is held in memory, and hold out validation text."""
+    source = _open_training_source(config)
+    in_memory = _fits_memory(source) if config.streaming == "auto" else not config.streaming
+    if config.tokenizer == "char" and not has_tokenizer and source.size_bytes > CHARACTER_SCAN_BYTES:
+        raise UserError("tokenizer=char: needs all of the text in memory, and this text is too large; use bpe-4096")
+    if not in_memory:
+        source = source.split_for_stream()
+    skipped = +Counter(bad_file=source.skipped_files)
+    documents = _read_all(config, source, skipped) if in_memory else None
+    with SlowWork("reading the held-out text"):
+        held_out = hold_out(config, source, documents, saved_rule)
+    skipped.update({f"eval_{reason}": count for reason, count in held_out.skipped.items()})
+    training = dataclasses.replace(source, units=held_out.units)
+    return OpenText(config, source, documents, held_out, training, skipped)
+
+
+def build_stream(text: OpenText, encoder: Encoder, blocks_per_step: int) -> tuple[MemoryBlocks | DocumentStream, str]:
+    """Return the stream of a text, and its description."""
+    fingerprint = _fingerprint(text.config, text.source, encoder, text.held_out, blocks_per_step)
+    if text.documents is not None:
+        return _memory_blocks(encoder, text.held_out.documents, fingerprint, text.skipped)
+    fingerprint["stream"] = "documents"
+    train = DocumentStream(text.training, encoder, **_shape(fingerprint), fingerprint=fingerprint)
+    return train, f"document stream: {len(text.source.units):,} units over {train.streams} streams"
 
 
 def prepare_data(
@@ -69,45 +121,23 @@ def prepare_data(
     document, nor an exact copy of one. `saved_rule`: the hold-out rule of a run being resumed. Raises UserError for
     text that is missing or unusable. Writes nothing.
     """
-    source = _open_training_source(config)
-    in_memory = _fits_memory(source) if config.streaming == "auto" else not config.streaming
-    if config.tokenizer == "char" and tokenizer is None and source.size_bytes > CHARACTER_SCAN_BYTES:
-        raise UserError("tokenizer=char: needs all of the text in memory, and this text is too large; use bpe-4096")
-    if not in_memory:
-        source = source.split_for_stream()
-    skipped = +Counter(bad_file=source.skipped_files)
-    documents = _read_all(config, source, skipped) if in_memory else None
-    with SlowWork("reading the held-out text"):
-        held_out = hold_out(config, source, documents, saved_rule)
-    skipped.update({f"eval_{reason}": count for reason, count in held_out.skipped.items()})
-    training = dataclasses.replace(source, units=held_out.units, exclude=held_out.exclude)
-    kept = [text for text in held_out.documents if text_hash(text) not in held_out.exclude]
-    skipped += Counter(in_validation=len(held_out.documents) - len(kept))
-
-    if tokenizer is None:
-        whole, part = (source, training) if documents is None else (documents, kept)
-        tokenizer = _load_tokenizer(config, whole, part)
-    encoder = _make_encoder(config, tokenizer)
-    fingerprint = _fingerprint(config, source, encoder, held_out, blocks_per_step)
-    train: MemoryBlocks | DocumentStream
-    if in_memory:
-        train, how = _memory_blocks(encoder, kept, fingerprint, skipped)
-        shuffled: Iterable[str] = (kept[i] for i in permutation(len(kept), config.seed))
-    else:
-        fingerprint["stream"] = "documents"
-        train = DocumentStream(training, encoder, **_shape(fingerprint), fingerprint=fingerprint)
-        how = f"document stream: {len(source.units):,} units over {train.streams} streams"
-        shuffled = _shuffled_documents(training, config.seed)
-    validation, validation_bytes, lines = _encode_validation(config, encoder, held_out, skipped)
+    text = open_text(config, tokenizer is not None, saved_rule)
+    text.exclude(text.held_out.exclude)
+    tokenizer = tokenizer or load_tokenizer_of(config, [text])
+    encoder = make_encoder(config, tokenizer)
+    train, how = build_stream(text, encoder, blocks_per_step)
+    source, held_out, skipped = text.source, text.held_out, text.skipped
+    validation, validation_bytes, lines = encode_validation(config, encoder, held_out, skipped)
+    shuffled = shuffled_documents(text)
     return TextData(
         tokenizer=tokenizer,
         train=train,
         validation=validation,
-        train_sample=_first_tokens(encoder, shuffled, len(validation)) if config.eval_train else None,
+        train_sample=first_tokens(encoder, shuffled, len(validation)) if config.eval_train else None,
         validation_bytes=validation_bytes,
         description=[
             source.description,
-            _describe_tokenizer(config, tokenizer, encoder.rows),
+            describe_tokenizer(config, tokenizer, encoder.rows),
             f"training: {how}",
             *lines,
             *(f"so far, {line}" for line in describe_skipped(skipped)),
@@ -149,13 +179,10 @@ def _read_all(config: PretrainConfig, source: Source, skipped: Counter[str]) -> 
     return documents
 
 
-def _load_tokenizer(
-    config: PretrainConfig, whole: Source | list[str], part: Source | list[str]
-) -> PreTrainedTokenizerFast:
-    """Load the tokenizer, or train it: char on the whole text, bpe-N on the training part."""
-    name, text = config.tokenizer, whole if config.tokenizer == "char" else part
-    # Units in random order, so that the first ones are a representative sample.
-    texts = _shuffled_documents(text, config.seed) if isinstance(text, Source) else text
+def load_tokenizer_of(config: PretrainConfig, opened: list[OpenText]) -> PreTrainedTokenizerFast:
+    """Load the tokenizer, or train it: char on the whole texts, bpe-N on their training parts."""
+    name = config.tokenizer
+    texts = chain.from_iterable(_documents_for_tokenizer(text, name == "char") for text in opened)
     if name == AUTO and config.init_from is not None:
         files = model_files(config.init_from)
         if not has_tokenizer(files):
@@ -170,7 +197,22 @@ def _load_tokenizer(
         return load_tokenizer(name, lambda: work.count(texts), model_fields(config.model).get("n_positions", 1024))
 
 
-def _make_encoder(config: PretrainConfig, tokenizer: PreTrainedTokenizerFast) -> Encoder:
+def _documents_for_tokenizer(text: OpenText, whole: bool) -> Iterable[str]:
+    if text.documents is not None:
+        return text.documents if whole else text.held_out.documents
+    # Units in random order, so that the first ones are a representative sample.
+    return _shuffled_documents(text.source if whole else text.training, text.config.seed)
+
+
+def shuffled_documents(text: OpenText) -> Iterable[str]:
+    """Return the training documents in a fixed random order."""
+    kept = text.held_out.documents
+    if text.documents is None:
+        return _shuffled_documents(text.training, text.config.seed)
+    return (kept[i] for i in permutation(len(kept), text.config.seed))
+
+
+def make_encoder(config: PretrainConfig, tokenizer: PreTrainedTokenizerFast) -> Encoder:
     encoder = Encoder(make_repeatable(tokenizer))
     if config.document_masking and encoder.separator_id is None:
         raise UserError(f"document_masking: tokenizer={config.tokenizer} puts no end-of-text between documents")
@@ -182,7 +224,7 @@ def _make_encoder(config: PretrainConfig, tokenizer: PreTrainedTokenizerFast) ->
     return encoder
 
 
-def _describe_tokenizer(config: PretrainConfig, tokenizer: PreTrainedTokenizerFast, rows: int) -> str:
+def describe_tokenizer(config: PretrainConfig, tokenizer: PreTrainedTokenizerFast, rows: int) -> str:
     named = "of init_from" if config.tokenizer == AUTO else config.tokenizer
     highest = f" with ids up to {rows - 1:,}" if rows > len(tokenizer) else ""
     return f"tokenizer: {named}, {len(tokenizer):,} entries{highest}"
@@ -226,7 +268,7 @@ def _memory_blocks(
     return train, f"in memory: {counted(len(texts), 'document')}, {len(tokens):,} tokens, {blocks}"
 
 
-def _encode_validation(
+def encode_validation(
     config: PretrainConfig, encoder: Encoder, held_out: HeldOut, skipped: Counter[str]
 ) -> tuple[np.ndarray, int | None, list[str]]:
     """Return the validation tokens, their bytes without the first token, and lines for the plan.
@@ -274,7 +316,7 @@ def _first_documents(documents: list[Document], count: int | None) -> list[Docum
     return documents[: int(enough.argmax()) + 1] if enough.any() else documents
 
 
-def _first_tokens(encoder: Encoder, documents: Iterable[str], count: int) -> np.ndarray:
+def first_tokens(encoder: Encoder, documents: Iterable[str], count: int) -> np.ndarray:
     """Return the first `count` tokens of the documents, or all of them if there are fewer."""
     pieces: list[np.ndarray] = []
     for document in documents:
