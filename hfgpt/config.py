@@ -306,7 +306,9 @@ class PretrainConfig:
     def of_text(self, settings: dict[str, Any]) -> PretrainConfig:
         """Return the settings for one text alone: a source of a mixture, or a named evaluation text."""
         defaults = {key: spec.default for key, spec in self.__dataclass_fields__.items() if key in OF_SOURCE}
-        single = {"stages": None, "eval_dataset": None, "metric_for_best_model": "eval_loss"}
+        # A mixture reads the evaluation text itself, once for all sources.
+        eval_dataset = None if self.eval_dataset is None else {"text": "embedded"}
+        single = {"stages": None, "eval_dataset": eval_dataset, "metric_for_best_model": "eval_loss"}
         return dataclasses.replace(self, **{**defaults, **single, **settings, "tokenizer": self.tokenizer})
 
     def batch(self, processes: int) -> Batch:

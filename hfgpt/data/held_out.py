@@ -61,6 +61,8 @@ def hold_out(config: PretrainConfig, source: Source, documents: list[str] | None
 
     `documents`: all of the text if it is in memory, None for a stream. `saved_rule`: the rule of a run being resumed.
     """
+    if isinstance(config.eval_dataset, dict):  # named texts, which are read once for all sources
+        return HeldOut([], "eval_dataset", "eval_dataset", source.units, documents or [])
     if config.eval_dataset is not None:
         # A document has at least one token, so these are enough documents.
         enough = None if config.eval_tokens is None else config.eval_tokens + 1
@@ -72,6 +74,26 @@ def hold_out(config: PretrainConfig, source: Source, documents: list[str] | None
     if documents is not None:
         return _hold_out_in_memory(source, documents, saved_rule)
     return _hold_out_of_stream(source)
+
+
+def open_evaluation_text(name: str, settings: dict[str, Any], config: PretrainConfig, source: Source | None) -> HeldOut:
+    """Read a named evaluation text. `source`: the training text, if there is one, whose splits are names, too."""
+    skipped, enough = Counter[str](), None if config.eval_tokens is None else config.eval_tokens + 1
+    try:
+        if source is not None and settings.keys() == {"dataset"}:
+            opened = _open_eval_source(settings["dataset"], source, config)
+        else:
+            own = config.of_text(settings)
+            assert isinstance(own.dataset, str)  # noqa: S101
+            hub = own.dataset_name, own.dataset_split, own.dataset_revision
+            opened = open_source(own.dataset, *hub, **source_options(own))
+    except UserError as error:
+        where = f"eval_dataset.{name}" if name else "eval_dataset"
+        raise UserError(re.sub("^(eval_)?dataset(_split)?", where, str(error))) from error
+    validation = list(islice(read_documents(opened, opened.units, skipped), enough))
+    fingerprint = opened.fingerprint
+    rule = f"eval_dataset {fingerprint.get('hash') or [fingerprint.get(key) for key in ('dataset', 'split', 'commit')]}"
+    return HeldOut(validation, rule, opened.description, [], [], skipped=skipped)
 
 
 def source_options(config: PretrainConfig) -> dict[str, Any]:
@@ -89,6 +111,7 @@ def _open_eval_source(eval_dataset: str, source: Source, config: PretrainConfig)
     try:
         if not (source.is_local or is_path or eval_dataset == embedded.NAME):
             revision = source.fingerprint["commit"]
+            assert isinstance(config.dataset, str)  # noqa: S101
             return open_source(config.dataset, config.dataset_name, eval_dataset, revision, **options)
         files = ([], []) if eval_dataset == embedded.NAME else local_files(eval_dataset)
         if files is None and "/" not in eval_dataset:

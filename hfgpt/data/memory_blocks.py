@@ -48,9 +48,7 @@ class MemoryBlocks:
         for starts, after in self.advance(position, repeat(self.blocks_per_step)):
             yield StepBatch(self.read(starts[first:last]), after)
 
-    def advance(
-        self, position: dict[str, Any], counts: Iterable[int]
-    ) -> Iterator[tuple[np.ndarray, dict[str, Any]]]:
+    def advance(self, position: dict[str, Any], counts: Iterable[int]) -> Iterator[tuple[np.ndarray, dict[str, Any]]]:
         """Yield where the next blocks start in `tokens`, for each of `counts`, and the position after them."""
         epoch = int(position["epoch"])
         order = self._shuffle_blocks(epoch)

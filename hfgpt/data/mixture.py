@@ -84,17 +84,17 @@ class MixedStream:
         counters = {"step": 0, "since": 0, "blocks": zeros, "tokens": zeros, "over": [], "ahead": ahead}
         return {**counters, "sources": positions}
 
-    def follow(self, history: list[list[Any]], step: int, mine: list[tuple[int, Weights]]) -> bool:
-        """Keep the weights that a run had up to `step`, with `mine` from there on. Returns whether they change there."""
-        before = [(first, tuple(map(Fraction, weights))) for first, weights in history]
-        planned = [entry for entry in before if entry[0] <= step][-1:] + [e for e in before if e[0] > step]
-        planned = [(max(first, step), weights) for first, weights in planned]
-        if planned == mine:
-            self.schedule = before
-        else:
-            self.schedule = [entry for entry in before if entry[0] < step] + mine
+    def follow(self, history: list[list[Any]], step: int = 0, now: list[tuple[int, Weights]] | None = None) -> bool:
+        """Use the weights of a run that has `history` as its fingerprint; from `step` on, those of `now`, if given.
+
+        Returns whether `now` changes them.
+        """
+        before: list[tuple[int, Weights]] = [(first, tuple(map(Fraction, weights))) for first, weights in history]
+        planned = [entry for entry in before if entry[0] <= step][-1:] + [entry for entry in before if entry[0] > step]
+        is_same = now is None or now == [(max(first, step), weights) for first, weights in planned]
+        self.schedule = before if is_same or now is None else [e for e in before if e[0] < step] + now
         self._note_schedule()
-        return planned != mine
+        return not is_same
 
     def _note_schedule(self) -> None:
         self.fingerprint["weights"] = [[first, list(map(str, weights))] for first, weights in self.schedule]
@@ -106,7 +106,7 @@ class MixedStream:
         """
         step, since, over = position["step"], position["since"], list(position["over"])
         blocks = [position["blocks"][name] for name in self.names]
-        first, weights = [entry for entry in self.schedule if entry[0] <= step][-1]
+        first, weights = self._stage(step)
         if first > since:
             since, blocks = first, [0] * len(blocks)
         while True:
@@ -129,6 +129,14 @@ class MixedStream:
             "tokens": {name: position["tokens"][name] + n * self.sequence_length for name, (n, _) in new.items()},
             "over": over,
         }
+
+    def _stage(self, step: int) -> tuple[int, Weights]:
+        return [entry for entry in self.schedule if entry[0] <= step][-1]
+
+    def active(self, position: dict[str, Any]) -> list[str]:
+        """Return the sources with a weight in the step after `position`."""
+        _, weights = self._stage(position["step"])
+        return [name for name, w in zip(self.names, weights, strict=True) if w and name not in position["over"]]
 
     def _left(self, name: str, position: dict[str, Any]) -> float:
         """Return how many blocks are left of a source in memory. (A document stream finds its end by itself.)"""
@@ -160,12 +168,13 @@ class MixedStream:
         return dealt, {name: (of - of.min()).tolist() for name, of in ahead.items()}
 
     def steps(self, position: dict[str, Any], first: int, last: int) -> Iterator[StepBatch]:
-        readers = [
-            (_MemoryReader if isinstance(source, MemoryBlocks) else _DocumentReader)(
-                source, position["sources"][name], first, last
-            )
-            for name, source in self.sources.items()
-        ]
+        readers: list[_MemoryReader | _DocumentReader] = []
+        for name, source in self.sources.items():
+            place = position["sources"][name], first, last
+            if isinstance(source, MemoryBlocks):
+                readers.append(_MemoryReader(source, *place))
+            else:
+                readers.append(_DocumentReader(source, *place))
         while True:
             counts, counters = self.plan_step(position)
             dealt, ahead = self.deal(counts, position)
@@ -182,6 +191,11 @@ class MixedStream:
                     of_stream.append(origins)
             position = {**counters, "ahead": ahead, "sources": positions}
             yield StepBatch(blocks, position, skipped, documents, sources=sources)
+
+    def blocks_between(self, before: dict[str, Any], after: dict[str, Any]) -> dict[str, int]:
+        """Return the number of blocks of each source from one position to a later one."""
+        tokens = {name: after["tokens"][name] - before["tokens"][name] for name in self.names}
+        return {name: count // self.sequence_length for name, count in tokens.items()}
 
     def locate_rows(self, decode: Decode, batch: StepBatch, rows: Sequence[int]) -> list[dict[str, Any]]:
         assert batch.sources is not None  # noqa: S101

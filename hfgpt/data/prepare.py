@@ -158,6 +158,7 @@ def describe_skipped(skipped: Counter[str]) -> list[str]:
 
 
 def _open_training_source(config: PretrainConfig) -> Source:
+    assert isinstance(config.dataset, str)  # noqa: S101 the settings of one text
     dataset = Path(config.dataset)
     if dataset.is_dir() and Path(config.output_dir).resolve().is_relative_to(dataset.resolve()):
         raise UserError(

@@ -23,8 +23,8 @@ def head_loss(
 ) -> Tensor:
     """Return the summed negative log-likelihood of the targets in nats, a float32 scalar. Targets of -100 are ignored.
 
-    With `chunk_size`, the logits of at most that many tokens exist at once. With `rows` B, returns (B,), the sum of each
-    row of N / B tokens; the gradients of their sum are those of the scalar.
+    With `chunk_size`, the logits of at most that many tokens exist at once. With `rows` B, returns (B,), the sum of
+    each row of N / B tokens; the gradients of their sum are those of the scalar.
     """
     if chunk_size is None or x_NC.shape[0] <= chunk_size:
         if rows is not None:

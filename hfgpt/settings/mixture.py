@@ -91,7 +91,7 @@ def read_mixture(dataset: Sequence[Any], stages: Sequence[Any] | None, known: Se
         if given_weights and len(given_weights) < len(weights):
             problems.append(f"dataset: {len(given_weights)} of {len(weights)} sources have a weight; give all or none")
         weights = [Fraction(1) if weight is None else weight for weight in weights]
-        if len(given_weights) == len(dataset) and not sum(weights):
+        if len(given_weights) == len(dataset) and not sum(given_weights):
             problems.append("dataset: all weights are 0; give one a weight above 0")
     _read_stages(mixture, of_stages, weights)
     return mixture
@@ -99,7 +99,8 @@ def read_mixture(dataset: Sequence[Any], stages: Sequence[Any] | None, known: Se
 
 def _names(dataset: Sequence[Any]) -> list[str]:
     """Return the name of each source: its `name`, or the last part of its dataset, which is made unique."""
-    stated = [str(item["name"]) if isinstance(item, dict) and item.get("name") is not None else None for item in dataset]
+    given = [item.get("name") if isinstance(item, dict) else None for item in dataset]
+    stated = [None if name is None else str(name) for name in given]
     names: list[str] = []
     for item, name in zip(dataset, stated, strict=True):
         path = str(item.get("dataset", "")) if isinstance(item, dict) else str(item)
@@ -193,7 +194,10 @@ def _stage_weights(mixture: Mixture, given: Any, where: str) -> list[Fraction] |
         count = counted(len(given), "weight") if isinstance(given, list | tuple) else shown(given)
         mixture.problems.append(f"{where}.weights: {count} for {counted(len(names), 'source')}; give one for each")
         return None
-    weights = [_weight(0 if one is None else one, f"{where}.weights[{i}]", mixture.problems) for i, one in enumerate(given)]
+    weights = [
+        _weight(0 if one is None else one, f"{where}.weights[{number}]", mixture.problems)
+        for number, one in enumerate(given)
+    ]
     if len(mixture.problems) > before:
         return None
     if not sum(filter(None, weights)):

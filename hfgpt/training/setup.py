@@ -20,6 +20,8 @@ from hfgpt.checkpointing.saver import Saver
 from hfgpt.config import PretrainConfig
 from hfgpt.data import TextData, prepare_data, prepare_data_of_run
 from hfgpt.data.loader import iterate
+from hfgpt.data.mixture import MixedStream
+from hfgpt.data.mixture_plan import check_epochs, check_metric, describe_mixture
 from hfgpt.distributed.compiler import CompileChoice, choose_compile
 from hfgpt.distributed.device import device_name, memory_bytes, start_accelerator
 from hfgpt.distributed.device_peaks import device_peak
@@ -109,6 +111,10 @@ def _prepare(
         resumed.load(model, optimizer, accelerator.scaler, ranks)
     progress = resumed.progress if resumed else Progress(skipped_rows=data.skipped.copy())
     position = resumed.position if resumed else data.train.start
+    check_metric(config.metric_for_best_model, data)
+    if isinstance(data.train, MixedStream):
+        check_epochs(data.train, position, max_steps)
+        data.description.extend(describe_mixture(data.train, data, position, max_steps))
     step = TrainStep(
         *(model, optimizer, batch),
         accelerator=accelerator,

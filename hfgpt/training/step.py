@@ -66,9 +66,7 @@ class TrainStep:
         self.is_updating = False  # True while the weights belong to no finished step
         self.parallel_model.train()
 
-    def __call__(
-        self, input_ids: Tensor, shift_labels: Tensor, step: int, loss_per_row: bool = False
-    ) -> StepResult:
+    def __call__(self, input_ids: Tensor, shift_labels: Tensor, step: int, loss_per_row: bool = False) -> StepResult:
         """Train on this process's share of step `step` (from 1): inputs and targets, both (rows, T).
 
         The loss is the mean negative log-likelihood in nats over the target tokens of all processes, the gradient norm

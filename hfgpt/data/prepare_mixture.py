@@ -1,0 +1,174 @@
+"""Prepare the texts of a run: one text as prepare.py does, or several sources, or several named evaluation texts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from itertools import chain
+from typing import TypeVar
+
+import numpy as np
+import xxhash
+from transformers import PreTrainedTokenizerFast
+
+from hfgpt.config import PretrainConfig
+from hfgpt.data import embedded, prepare
+from hfgpt.data.document_stream import DocumentStream
+from hfgpt.data.held_out import HeldOut, open_evaluation_text
+from hfgpt.data.local_files import local_files
+from hfgpt.data.memory_blocks import MemoryBlocks
+from hfgpt.data.mixture import MixedStream
+from hfgpt.data.position import SOURCE
+from hfgpt.data.prepare import OpenText, TextData
+from hfgpt.errors import UserError
+from hfgpt.settings.mixture import MixtureSource
+
+T = TypeVar("T")
+Streams = dict[str, MemoryBlocks | DocumentStream]
+# Keys of a source's fingerprint that the mixture has in common.
+_SHARED = ("tokenizer", "seed", "sequence_length", "blocks_per_step")
+
+
+def prepare_data(
+    config: PretrainConfig,
+    blocks_per_step: int,
+    tokenizer: PreTrainedTokenizerFast | None = None,
+    saved_rule: str | dict[str, str] | None = None,
+) -> TextData:
+    """Open the text of a run as `prepare.prepare_data` does, or all texts of a mixture.
+
+    The last tenth of each source is held out, and evaluated under its name, unless there is an `eval_dataset`. Training
+    sees no document of any validation text. `saved_rule`: the hold-out rule of a run being resumed; of a mixture, by
+    source.
+    """
+    if config.mixture is None and not config.evaluation_texts:
+        return prepare.prepare_data(
+            config, blocks_per_step, tokenizer, saved_rule if isinstance(saved_rule, str) else None
+        )
+    opened = _open_sources(config, tokenizer is not None, saved_rule if isinstance(saved_rule, dict) else {})
+    texts, evaluated = list(opened.values()), _evaluation_texts(config, opened)
+    hashes = frozenset[int]().union(*(text.exclude for text in evaluated.values()))
+    for text in texts:
+        text.exclude(hashes)
+    tokenizer = tokenizer or prepare.load_tokenizer_of(config, texts)
+    encoder = prepare.make_encoder(config, tokenizer)
+    streams, how = Streams(), []
+    for name, text in opened.items():
+        streams[name], of_stream = _named(name, partial(prepare.build_stream, text, encoder, blocks_per_step))
+        how.append(f"training: {_prefix(name)}{of_stream}")
+    train = _combine(config, streams, evaluated)
+    skipped = sum((text.skipped for text in texts), Counter[str]())
+    named, lines = {}, []
+    for name, held_out in evaluated.items():
+        encode = partial(prepare.encode_validation, config, encoder, held_out, skipped)
+        tokens, token_bytes, of_text = _named(name, encode)
+        named[name] = tokens, token_bytes
+        rule = [line for line in of_text if line.startswith("documents:") and line not in lines]  # of the tokenizer
+        lines += rule + [f"{_prefix(name)}{line}" for line in of_text if not line.startswith("documents:")]
+    validation = np.concatenate([tokens for tokens, _ in named.values()])
+    shuffled = chain.from_iterable(map(prepare.shuffled_documents, texts))
+    return TextData(
+        tokenizer=tokenizer,
+        train=train,
+        validation=validation,
+        train_sample=prepare.first_tokens(encoder, shuffled, len(validation)) if config.eval_train else None,
+        validation_bytes=named[""][1] if "" in named else None,
+        description=[
+            *(f"{_prefix(name)}{text.source.description}" for name, text in opened.items()),
+            prepare.describe_tokenizer(config, tokenizer, encoder.rows),
+            *how,
+            *lines,
+            *(f"so far, {line}" for line in prepare.describe_skipped(skipped)),
+        ],
+        skipped=skipped,
+        validation_documents=len(frozenset[int]().union(*(text.hashes for text in evaluated.values()))),
+        named_validation={} if "" in named else named,
+    )
+
+
+def _prefix(name: str) -> str:
+    return f"{name}: " if name else ""
+
+
+def _named(name: str, make: Callable[[], T]) -> T:
+    """Call `make`, and name the source in its errors."""
+    try:
+        return make()
+    except UserError as error:
+        if not name:
+            raise
+        raise UserError(*(f"source {name}: {problem}" for problem in error.problems)) from error
+
+
+def _open_sources(config: PretrainConfig, has_tokenizer: bool, saved_rules: dict[str, str]) -> dict[str, OpenText]:
+    """Open all sources by name, or the only text, without a name. Raises the problems of all of them at once."""
+    sources = config.mixture.sources if config.mixture else [MixtureSource("", {})]
+    opened: dict[str, OpenText] = {}
+    problems: list[str] = []
+    for source in sources:
+        own, rule = config.of_text(source.settings) if config.mixture else config, saved_rules.get(source.name)
+        try:
+            opened[source.name] = _named(source.name, partial(prepare.open_text, own, has_tokenizer, rule))
+        except UserError as error:
+            if not config.mixture:
+                raise
+            problems += error.problems
+    if problems:
+        raise UserError(*problems)
+    return opened
+
+
+def _evaluation_texts(config: PretrainConfig, opened: dict[str, OpenText]) -> dict[str, HeldOut]:
+    """Return the evaluation texts by name: those of `eval_dataset`, or what was held out of each source."""
+    if config.eval_dataset is None:
+        return {name: text.held_out for name, text in opened.items()}
+    if isinstance(config.eval_dataset, dict):
+        only = None if config.mixture else opened[""].source
+        named = config.evaluation_texts.items()
+        return {name: open_evaluation_text(name, settings, config, only) for name, settings in named}
+    name = config.eval_dataset
+    if name != embedded.NAME and local_files(name) is None and "/" not in name:
+        raise UserError(
+            f"eval_dataset={name}: no such file or folder; for a split of one of the sources, give "
+            f"{{{name}: {{dataset: .., dataset_split: {name}}}}}"
+        )
+    return {"": open_evaluation_text("", {"dataset": name}, config, None)}
+
+
+def _combine(
+    config: PretrainConfig, streams: Streams, evaluated: dict[str, HeldOut]
+) -> MemoryBlocks | DocumentStream | MixedStream:
+    """Return the stream of a mixture, or the only stream; its fingerprint covers all evaluation texts."""
+    hashes = frozenset[int]().union(*(text.hashes for text in evaluated.values()))
+    of_text = {
+        "held_out": "; ".join(_prefix(name) + text.rule for name, text in evaluated.items()),
+        "held_out.hash": xxhash.xxh3_64_hexdigest(np.array(sorted(hashes), "<u8").tobytes()),
+    }
+    if config.mixture is None:
+        [only] = streams.values()
+        only.fingerprint |= of_text
+        return only
+    first = next(iter(streams.values()))
+    fingerprint = {key: first.fingerprint[key] for key in _SHARED} | of_text | {"stream": "mixture"}
+    for name, stream in streams.items():
+        own = {key: value for key, value in stream.fingerprint.items() if key not in _SHARED}
+        fingerprint |= {f"{name}{SOURCE}{key}": value for key, value in own.items()}
+    limits = {source.name: source.max_epochs for source in config.mixture.sources}
+    streamed = {name: stream for name, stream in streams.items() if isinstance(stream, DocumentStream)}
+    for name, stream in streamed.items():
+        stream.max_epochs = limits[name]
+        if stream.max_epochs and config.on_exhausted == "renormalise":
+            raise UserError(
+                f"source {name}: max_epochs={limits[name]} with on_exhausted=renormalise needs text in memory, as only "
+                "its end is known to all processes; use --on_exhausted stop, or --streaming false"
+            )
+    return MixedStream(
+        streams,
+        config.mixture.schedule(first.blocks_per_step * first.sequence_length),
+        limits,
+        renormalises=config.on_exhausted == "renormalise",
+        sequence_length=first.sequence_length,
+        blocks_per_step=first.blocks_per_step,
+        fingerprint=fingerprint,
+    )
