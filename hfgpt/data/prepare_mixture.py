@@ -55,14 +55,16 @@ def prepare_data(
     encoder = prepare.make_encoder(config, tokenizer)
     streams, how = Streams(), []
     for name, text in opened.items():
-        streams[name], of_stream = _named(name, partial(prepare.build_stream, text, encoder, blocks_per_step))
+        streams[name], of_stream = _named(_source(name), partial(prepare.build_stream, text, encoder, blocks_per_step))
         how.append(f"training: {_prefix(name)}{of_stream}")
     train = _combine(config, streams, evaluated)
     skipped = sum((text.skipped for text in texts), Counter[str]())
     named, lines = {}, []
     for name, held_out in evaluated.items():
         encode = partial(prepare.encode_validation, config, encoder, held_out, skipped)
-        tokens, token_bytes, of_text = _named(name, encode)
+        tokens, token_bytes, of_text = _named(
+            _source(name) if config.eval_dataset is None else f"eval_dataset.{name}", encode
+        )
         named[name] = tokens, token_bytes
         rule = [line for line in of_text if line.startswith("documents:") and line not in lines]  # of the tokenizer
         lines += rule + [f"{_prefix(name)}{line}" for line in of_text if not line.startswith("documents:")]
@@ -91,14 +93,18 @@ def _prefix(name: str) -> str:
     return f"{name}: " if name else ""
 
 
+def _source(name: str) -> str:
+    return f"source {name}" if name else ""
+
+
 def _named(name: str, make: Callable[[], T]) -> T:
-    """Call `make`, and name the source in its errors."""
+    """Call `make`, and put the name of the text before its errors."""
     try:
         return make()
     except UserError as error:
         if not name:
             raise
-        raise UserError(*(f"source {name}: {problem}" for problem in error.problems)) from error
+        raise UserError(*(f"{name}: {problem}" for problem in error.problems)) from error
 
 
 def _open_sources(config: PretrainConfig, has_tokenizer: bool, saved_rules: dict[str, str]) -> dict[str, OpenText]:
@@ -109,7 +115,7 @@ def _open_sources(config: PretrainConfig, has_tokenizer: bool, saved_rules: dict
     for source in sources:
         own, rule = config.of_text(source.settings) if config.mixture else config, saved_rules.get(source.name)
         try:
-            opened[source.name] = _named(source.name, partial(prepare.open_text, own, has_tokenizer, rule))
+            opened[source.name] = _named(_source(source.name), partial(prepare.open_text, own, has_tokenizer, rule))
         except UserError as error:
             if not config.mixture:
                 raise
