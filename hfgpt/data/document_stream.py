@@ -120,7 +120,7 @@ class DocumentStream:
         is_found, skipped, empty_epochs = first_part + first_row > 0, Counter[str](), 0
         while True:
             if self.max_epochs is not None and epoch >= self.max_epochs:
-                raise TextEnded(f"max_epochs={self.max_epochs} are over")
+                raise TextEnded(f"it has had its max_epochs={self.max_epochs}")
             parts = self._shuffle_parts(epoch)[stream :: self.streams].copy()
             for part in range(first_part, len(parts)):
                 texts = self._read_part(stream, [epoch, part], parts[part], first_row, skipped)

@@ -118,7 +118,7 @@ class MixedStream:
             if not ended:
                 break
             if not self.renormalises:
-                raise TextEnded(f"dataset {ended[0]}: max_epochs={self.max_epochs[ended[0]]} are over")
+                raise TextEnded(f"source {ended[0]}: it has had its max_epochs={self.max_epochs[ended[0]]}")
             over, since, blocks = over + ended, step, [0] * len(blocks)
         counted = zip(self.names, counts, blocks, strict=True)
         new = {name: (count, count + before) for name, count, before in counted}
@@ -183,7 +183,10 @@ class MixedStream:
             skipped, positions = Counter[str](), {}
             documents: list[list[Any]] = [[] for _ in range(first, last)]
             for number, (name, reader) in enumerate(zip(self.names, readers, strict=True)):
-                read = reader.read(dealt[number].tolist())
+                try:
+                    read = reader.read(dealt[number].tolist())
+                except TextEnded as end:
+                    raise TextEnded(f"source {name}: {end}") from end
                 blocks[sources == number] = read.blocks
                 skipped.update(read.skipped)
                 positions[name] = read.position

@@ -40,8 +40,9 @@ def check_epochs(stream: MixedStream, position: dict[str, Any], max_steps: int) 
         if epochs is None or not isinstance(source, MemoryBlocks):
             continue
         left = source.blocks_left(position["sources"][name], epochs)
-        if (needed := _blocks(stream, name, position["step"], max_steps, math.floor)) > left:
-            wanted = float(_blocks(stream, name, position["step"], max_steps, Fraction)) / source.blocks_per_epoch
+        exact, needed = _blocks(stream, name, position["step"], max_steps)
+        if needed > left:
+            wanted = float(exact) / source.blocks_per_epoch
             problems.append(
                 f"source {name}: max_epochs={epochs} leaves {max(left, 0):,} blocks, but the run needs {needed:,} "
                 f"({rounded(wanted)} epochs); use a smaller weight, fewer steps, or --on_exhausted renormalise"
@@ -50,15 +51,16 @@ def check_epochs(stream: MixedStream, position: dict[str, Any], max_steps: int) 
         raise UserError(*problems)
 
 
-def _blocks(stream: MixedStream, name: str, step: int, max_steps: int, of_stage: Any) -> Any:
-    """Return the blocks of a source from `step` to the end; `of_stage` rounds the exact number of each stage."""
-    number, total = stream.names.index(name), Fraction(0)
+def _blocks(stream: MixedStream, name: str, step: int, max_steps: int) -> tuple[Fraction, int]:
+    """Return the exact share of a source from `step` to the end, in blocks; and the whole blocks of it at least."""
+    number, exact, whole = stream.names.index(name), Fraction(0), 0
     borders = [*(first for first, _ in stream.schedule), max_steps]
     for (first, weights), last in zip(stream.schedule, borders[1:], strict=True):
         steps = min(last, max_steps) - max(first, step)
         if steps > 0:
-            total += of_stage(steps * stream.blocks_per_step * weights[number])
-    return total
+            share = steps * stream.blocks_per_step * weights[number]
+            exact, whole = exact + share, whole + math.floor(share)
+    return exact, whole
 
 
 def describe_mixture(stream: MixedStream, data: TextData, position: dict[str, Any], max_steps: int) -> list[str]:
@@ -72,7 +74,7 @@ def describe_mixture(stream: MixedStream, data: TextData, position: dict[str, An
             lines.append(f"mixture{where}: {share(stream.names, weights)} of the tokens")
     length = stream.sequence_length
     for name, source in stream.sources.items():
-        blocks = _blocks(stream, name, position["step"], max_steps, Fraction)
+        blocks, _ = _blocks(stream, name, position["step"], max_steps)
         tokens = position["tokens"][name] + round(blocks * length)
         limit = f" of at most {stream.max_epochs[name]}" if stream.max_epochs[name] else ""
         epochs = "an unknown number of"
@@ -80,6 +82,8 @@ def describe_mixture(stream: MixedStream, data: TextData, position: dict[str, An
             epochs = rounded(tokens / length / source.blocks_per_epoch)
         elif size := _estimated_tokens(source, *data.named_validation.get(name, (None, None))):
             epochs = f"about {rounded(tokens / size, 2)}"
+            if tokens > size * (stream.max_epochs[name] or math.inf):
+                limit += ", so the run ends before its last step"
         lines.append(f"{name}: {tokens:,} tokens, {epochs} epochs{limit}")
     return lines
 

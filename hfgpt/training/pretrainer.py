@@ -98,6 +98,8 @@ def next_batch(run: TrainingRun) -> tuple[StepBatch, StepBatch] | None:
 
     If reading fails on any process, or a signal arrived, all processes save and raise RunError.
     """
+    if run.text_ended:
+        return None
     ranks = run.machine.ranks
     own: StepBatch | UserError | RunError | None
     try:

@@ -180,7 +180,7 @@ def test_a_source_in_memory_ends_after_its_epochs(texts):
     limit = whole.sources["code"].blocks_left(whole.start["sources"]["code"], 2)
     train = prepare_data(mixed(texts, (1, 1), streaming=False, max_epochs={"code": 2}), 8).train
     batches = []
-    with pytest.raises(TextEnded, match="max_epochs=2"):
+    with pytest.raises(TextEnded, match="source code: it has had its max_epochs=2"):
         for batch in iterate(train, None):
             batches.append(batch)
     assert len(batches) == limit // 4 and batches[-1].position["sources"]["code"]["epoch"] == 1
@@ -197,7 +197,7 @@ def test_a_streamed_source_ends_after_its_epochs_on_any_number_of_processes(text
     for world in (1, 2):
         ranks = [iterate(train, None, rank=rank, world=world) for rank in range(world)]
         made = 0
-        with pytest.raises(TextEnded, match="max_epochs=2"):
+        with pytest.raises(TextEnded, match="source code: it has had its max_epochs=2"):
             while True:
                 batch = join_batches([next(rank) for rank in ranks])
                 made += 1
