@@ -9,7 +9,13 @@ from readmes import ROOT, WrongCommand, code, commands, known_flags, parse, read
 
 README = readmes()
 NAMES = [str(path.relative_to(ROOT)) for path in README]
-OTHERS = {"file.yaml", "train.py", "run_clm.py", "convert_hf_to_gguf.py"}  # the user's, or those of other projects
+OTHERS = {
+    "file.yaml",
+    "mixture.yaml",
+    "train.py",
+    "run_clm.py",
+    "convert_hf_to_gguf.py",
+}  # the user's, or those of other projects
 
 
 def slug(heading: str) -> str:

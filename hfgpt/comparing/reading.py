@@ -13,6 +13,7 @@ from hfgpt.checkpointing.run_folder import RunFolder
 from hfgpt.comparing.logs import read_log
 from hfgpt.comparing.runs import RUN_FOLDER, PastRun, add_record, count, number
 from hfgpt.config import PretrainConfig
+from hfgpt.data.position import SOURCE
 from hfgpt.errors import UserError
 from hfgpt.files import read_text_file
 from hfgpt.links import follow
@@ -155,7 +156,7 @@ def _resolve_settings(config: dict[str, Any], run: PastRun) -> dict[str, Any]:
         "mixed_precision": _choice(plan, "precision", "name"),
         "torch_compile": _choice(plan, "torch_compile", "enabled"),
         **{key: run.facts.get(key) for key in ("device", "git_revision")},
-        "text": run.data.get("tokens_hash") or run.data.get("dataset.commit") or run.data.get("dataset.hash"),
+        "text": _text_of(run.data),
         "held_out": run.data.get("held_out.hash"),
         "tokenizer_hash": run.data.get("tokenizer"),
         **{f"model.{key}": run.model.get(key) for key in _MODEL},
@@ -164,6 +165,13 @@ def _resolve_settings(config: dict[str, Any], run: PastRun) -> dict[str, Any]:
     chosen |= {f"version of {k}": v for k, v in versions.items()} if isinstance(versions, dict) else {}
     settings |= {key: value for key, value in chosen.items() if value is not None}
     return {key: value for key, value in settings.items() if key not in _NOT_COMPARED}
+
+
+def _text_of(data: dict[str, Any]) -> str | None:
+    """Return what identifies the text of a run, of all sources if it is a mixture."""
+    keys = ("tokens_hash", "dataset.commit", "dataset.hash")
+    of_sources = [f"{key} {value}" for key, value in data.items() if key.endswith(tuple(SOURCE + one for one in keys))]
+    return next(filter(None, map(data.get, keys)), "; ".join(of_sources) or None)
 
 
 def _choice(plan: dict[str, Any], key: str, inner: str) -> str | bool | None:

@@ -11,7 +11,8 @@ prepare.py         combines all of this for a new run; prepare_mixture.py for se
                    is resumed, audited or verified
 """
 
-from hfgpt.data.prepare import TextData, describe_skipped
+from hfgpt.data.encoding import describe_skipped
+from hfgpt.data.prepare import TextData
 from hfgpt.data.prepare_mixture import prepare_data
 from hfgpt.data.run_text import prepare_data_of_run
 

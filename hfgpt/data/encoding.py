@@ -218,3 +218,32 @@ def _encode_batch(backend: Tokenizer, texts: list[str]) -> list[Any]:
             f"tokenizer: cannot encode the text ({one_line(error)}); use one with an unknown token or "
             "all bytes, or train bpe-N"
         ) from error
+
+
+def describe_skipped(skipped: Counter[str]) -> list[str]:
+    """Return one line for rows without text, and one for text that the tokenizer does not represent, if any."""
+    rows: list[str] = []
+    losses: list[str] = []
+    for reason, count in sorted(skipped.items()):
+        (losses if reason.removeprefix("eval_") in LOSSES else rows).append(f"{count:,} {reason}")
+    kinds = {"rows of text left out": rows, "text that the tokenizer does not represent": losses}
+    return [f"{kind}: {', '.join(counts)}" for kind, counts in kinds.items() if counts]
+
+
+def first_tokens(encoder: Encoder, documents: Iterable[str], count: int) -> np.ndarray:
+    """Return the first `count` tokens of the documents, or all of them if there are fewer."""
+    pieces: list[np.ndarray] = []
+    for document in documents:
+        pieces += encoder.encode([document])
+        if sum(map(len, pieces)) >= count:
+            break
+    return np.concatenate(pieces)[:count]
+
+
+def first_documents(documents: list[Document], count: int | None) -> list[Document]:
+    """Return the documents that contain the first `count` ids; all of them if None."""
+    if count is None:
+        return documents
+    ends = np.cumsum([len(document.ids) for document in documents])
+    enough = ends - [document.joints for document in documents] >= count
+    return documents[: int(enough.argmax()) + 1] if enough.any() else documents

@@ -58,8 +58,8 @@ def _blocks(stream: MixedStream, name: str, step: int, max_steps: int) -> tuple[
     for (first, weights), last in zip(stream.schedule, borders[1:], strict=True):
         steps = min(last, max_steps) - max(first, step)
         if steps > 0:
-            share = steps * stream.blocks_per_step * weights[number]
-            exact, whole = exact + share, whole + math.floor(share)
+            of_stage = steps * stream.blocks_per_step * weights[number]
+            exact, whole = exact + of_stage, whole + math.floor(of_stage)
     return exact, whole
 
 

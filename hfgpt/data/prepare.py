@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 from hfgpt.config import PretrainConfig
 from hfgpt.data.document_stream import DocumentStream
-from hfgpt.data.encoding import LOSSES, Document, Encoder, make_repeatable
+from hfgpt.data.encoding import Document, Encoder, describe_skipped, first_documents, first_tokens, make_repeatable
 from hfgpt.data.held_out import HeldOut, hold_out, no_documents, source_options
 from hfgpt.data.memory_blocks import MemoryBlocks
 from hfgpt.data.mixture import MixedStream
@@ -126,9 +126,8 @@ def prepare_data(
     tokenizer = tokenizer or load_tokenizer_of(config, [text])
     encoder = make_encoder(config, tokenizer)
     train, how = build_stream(text, encoder, blocks_per_step)
-    source, held_out, skipped = text.source, text.held_out, text.skipped
+    source, held_out, skipped, shuffled = text.source, text.held_out, text.skipped, shuffled_documents(text)
     validation, validation_bytes, lines = encode_validation(config, encoder, held_out, skipped)
-    shuffled = shuffled_documents(text)
     return TextData(
         tokenizer=tokenizer,
         train=train,
@@ -145,16 +144,6 @@ def prepare_data(
         skipped=skipped,
         validation_documents=len(held_out.hashes),
     )
-
-
-def describe_skipped(skipped: Counter[str]) -> list[str]:
-    """Return one line for rows without text, and one for text that the tokenizer does not represent, if any."""
-    rows: list[str] = []
-    losses: list[str] = []
-    for reason, count in sorted(skipped.items()):
-        (losses if reason.removeprefix("eval_") in LOSSES else rows).append(f"{count:,} {reason}")
-    kinds = {"rows of text left out": rows, "text that the tokenizer does not represent": losses}
-    return [f"{kind}: {', '.join(counts)}" for kind, counts in kinds.items() if counts]
 
 
 def _open_training_source(config: PretrainConfig) -> Source:
@@ -207,9 +196,9 @@ def _documents_for_tokenizer(text: OpenText, whole: bool) -> Iterable[str]:
 
 def shuffled_documents(text: OpenText) -> Iterable[str]:
     """Return the training documents in a fixed random order."""
-    kept = text.held_out.documents
     if text.documents is None:
         return _shuffled_documents(text.training, text.config.seed)
+    kept = text.held_out.documents
     return (kept[i] for i in permutation(len(kept), text.config.seed))
 
 
@@ -278,7 +267,7 @@ def encode_validation(
     """
     enough = None if config.eval_tokens is None else config.eval_tokens + 1
     encoded = _encode(encoder, held_out.validation)
-    used = _first_documents(encoded, enough)
+    used = first_documents(encoded, enough)
     skipped.update({f"eval_{reason}": count for reason, count in _losses(used).items()})
     tokens = encoder.joined(used)
     is_limited = enough is not None and (len(used) < len(encoded) or len(tokens) > enough)
@@ -306,25 +295,6 @@ def _encode(encoder: Encoder, texts: list[str]) -> list[Document]:
 
 def _losses(documents: list[Document]) -> Counter[str]:
     return sum((document.lost for document in documents if document.lost), Counter[str]())
-
-
-def _first_documents(documents: list[Document], count: int | None) -> list[Document]:
-    """Return the documents that contain the first `count` ids; all of them if None."""
-    if count is None:
-        return documents
-    ends = np.cumsum([len(document.ids) for document in documents])
-    enough = ends - [document.joints for document in documents] >= count
-    return documents[: int(enough.argmax()) + 1] if enough.any() else documents
-
-
-def first_tokens(encoder: Encoder, documents: Iterable[str], count: int) -> np.ndarray:
-    """Return the first `count` tokens of the documents, or all of them if there are fewer."""
-    pieces: list[np.ndarray] = []
-    for document in documents:
-        pieces += encoder.encode([document])
-        if sum(map(len, pieces)) >= count:
-            break
-    return np.concatenate(pieces)[:count]
 
 
 def _shuffled_documents(source: Source, seed: int) -> Iterator[str]:

@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from hfgpt.config import PretrainConfig
 from hfgpt.data import embedded, prepare
 from hfgpt.data.document_stream import DocumentStream
+from hfgpt.data.encoding import describe_skipped, first_tokens
 from hfgpt.data.held_out import HeldOut, open_evaluation_text
 from hfgpt.data.local_files import local_files
 from hfgpt.data.memory_blocks import MemoryBlocks
@@ -74,14 +75,14 @@ def prepare_data(
         tokenizer=tokenizer,
         train=train,
         validation=validation,
-        train_sample=prepare.first_tokens(encoder, shuffled, len(validation)) if config.eval_train else None,
+        train_sample=first_tokens(encoder, shuffled, len(validation)) if config.eval_train else None,
         validation_bytes=named[""][1] if "" in named else None,
         description=[
             *(f"{_prefix(name)}{text.source.description}" for name, text in opened.items()),
             prepare.describe_tokenizer(config, tokenizer, encoder.rows),
             *how,
             *lines,
-            *(f"so far, {line}" for line in prepare.describe_skipped(skipped)),
+            *(f"so far, {line}" for line in describe_skipped(skipped)),
         ],
         skipped=skipped,
         validation_documents=len(frozenset[int]().union(*(text.hashes for text in evaluated.values()))),
