@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from hfgpt.config import PretrainConfig
 from hfgpt.data import embedded
+from hfgpt.data.formats.given import TRAINING, find_given
 from hfgpt.data.local_files import local_files
 from hfgpt.data.position import SOURCE
 from hfgpt.data.prepare import TextData
@@ -37,6 +38,11 @@ def prepare_data_of_run(
         pinned = _pin_sources(config, saved_config, fingerprint)
     else:
         pinned = config
+        if fingerprint.get("dataset.dataset") == TRAINING == config.dataset and find_given(TRAINING) is None:
+            raise UserError(
+                "dataset: the run was given its text in Python, which is not kept; use "
+                f"Pretrainer(config, {TRAINING}=...) with the same set"
+            )
         if commit is None and config.dataset == saved_config.get("dataset"):
             _check_still_there(config.dataset)
         if commit and config.dataset_revision == saved_config.get("dataset_revision"):
@@ -66,7 +72,7 @@ def _names(config: PretrainConfig) -> list[str]:
 
 def _check_still_there(dataset: str) -> None:
     """Raise UserError if a text that was local when the run began is not there."""
-    if dataset != embedded.NAME and local_files(dataset) is None:
+    if dataset not in (embedded.NAME, TRAINING) and local_files(dataset) is None:
         raise UserError(
             f"dataset={dataset}: was a local path when the run began, but does not exist here; start from the "
             "same folder, or give the full path"
