@@ -111,7 +111,7 @@ def _open_eval_source(eval_dataset: str, source: Source, config: PretrainConfig)
     options = source_options(config)
     if find_given(eval_dataset) is not None:
         return open_source(eval_dataset, **options)
-    if eval_dataset in saved_splits(config.dataset):
+    if isinstance(config.dataset, str) and eval_dataset in saved_splits(config.dataset):
         return open_source(config.dataset, split=eval_dataset, **options)
     is_path = os.path.exists(os.path.expanduser(eval_dataset)) or glob.has_magic(eval_dataset)
     try:
