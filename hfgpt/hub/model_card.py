@@ -93,7 +93,7 @@ def model_card(
         loss_plot=PLOT if records else None,
         training=[
             ("text", text),
-            *((f"source {one.name}", one.text) for one in describe_sources(config, fingerprint)),
+            *_source_rows(config, fingerprint),
             *_training_rows(config, fingerprint, trainer, run),
             *_speed_rows(records),
         ],
@@ -191,6 +191,10 @@ def describe_sources(config: dict[str, Any], fingerprint: dict[str, Any]) -> lis
         text = _describe_text({"dataset": "", **source.settings}, own)
         found.append(DescribedSource(source.name, hub, f"{', then '.join(shares)} of the tokens: {text}"))
     return found
+
+
+def _source_rows(config: dict[str, Any], fingerprint: dict[str, Any]) -> list[tuple[str, str]]:
+    return [(f"source {source.name}", source.text) for source in describe_sources(config, fingerprint)]
 
 
 def _describe_source(record: dict[str, Any]) -> str:

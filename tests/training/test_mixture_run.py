@@ -163,6 +163,9 @@ def test_the_end_of_a_streamed_source_ends_the_run(mixture, capsys):
         mixture(streaming=True, weights=(1, 9), max_epochs=1, max_steps=500, resume_from_checkpoint="latest")
     )
     assert again.progress.step == step
+    more = {"max_epochs": 2, "max_steps": step + 2, "resume_from_checkpoint": "latest"}
+    assert trained(mixture(streaming=True, weights=(1, 9), **more)).progress.step == step + 2
+    assert not audit(run.folder.path)["problems"]
 
 
 def test_a_source_in_memory_that_would_end_is_refused_before_the_run(mixture, tmp_path):
