@@ -96,7 +96,12 @@ def _seen_documents(stream: Stream) -> dict[str, _SeenDocuments]:
 
 
 def _follow_changes(stream: MixedStream, run: RunFolder) -> None:
-    """Use the weights that the run has recorded: those of its start, or of its last resume."""
+    """Use the weights that the run has recorded: those of its start, or of its last resume.
+
+    The end of a source is that of the run; a resume may have moved it.
+    """
+    if not stream.renormalises:
+        stream.lift_limits()
     if changes := [record["weights"] for record in run.records() if record.get("weights")]:
         stream.follow(changes[-1])
 

@@ -9,6 +9,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import xxhash
+
 from hfgpt.checkpointing.run_folder import RunFolder
 from hfgpt.comparing.logs import read_log
 from hfgpt.comparing.runs import RUN_FOLDER, PastRun, add_record, count, number
@@ -169,9 +171,11 @@ def _resolve_settings(config: dict[str, Any], run: PastRun) -> dict[str, Any]:
 
 def _text_of(data: dict[str, Any]) -> str | None:
     """Return what identifies the text of a run, of all sources if it is a mixture."""
-    keys = ("tokens_hash", "dataset.commit", "dataset.hash")
-    of_sources = [f"{key} {value}" for key, value in data.items() if key.endswith(tuple(SOURCE + one for one in keys))]
-    return next(filter(None, map(data.get, keys)), "; ".join(of_sources) or None)
+    if found := data.get("tokens_hash") or data.get("dataset.commit") or data.get("dataset.hash"):
+        return found
+    keys = tuple(f"{SOURCE}{key}" for key in ("dataset.commit", "dataset.hash"))
+    of_sources = [f"{key} {value}" for key, value in sorted(data.items()) if key.endswith(keys)]
+    return xxhash.xxh3_64_hexdigest("; ".join(of_sources).encode()) if of_sources else None
 
 
 def _choice(plan: dict[str, Any], key: str, inner: str) -> str | bool | None:

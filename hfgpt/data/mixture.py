@@ -99,6 +99,13 @@ class MixedStream:
     def _note_schedule(self) -> None:
         self.fingerprint["weights"] = [[first, list(map(str, weights))] for first, weights in self.schedule]
 
+    def lift_limits(self) -> None:
+        """Let no source end."""
+        self.max_epochs = dict.fromkeys(self.names)
+        for source in self.sources.values():
+            if isinstance(source, DocumentStream):
+                source.max_epochs = None
+
     def plan_step(self, position: dict[str, Any]) -> tuple[list[int], dict[str, Any]]:
         """Return the blocks of each source in the step after `position`, and the new counters of the position.
 

@@ -21,6 +21,15 @@ def share(names: Sequence[str], weights: Sequence[Fraction]) -> str:
     return ", ".join(f"{rounded(100 * float(weight))} % {name}" for name, weight in zip(names, weights, strict=True))
 
 
+def plan_mixture(metric: str, data: TextData, position: dict[str, Any], max_steps: int) -> list[str]:
+    """Return lines for the plan on a mixture, if the text is one. Raises UserError for a run that cannot work."""
+    check_metric(metric, data)
+    if not isinstance(data.train, MixedStream):
+        return []
+    check_epochs(data.train, position, max_steps)
+    return describe_mixture(data.train, data, position, max_steps)
+
+
 def check_metric(metric: str, data: TextData) -> None:
     """Raise UserError if `metric_for_best_model` is bits per byte of a text whose bytes are unknown."""
     kind, _, name = metric.partition("/")

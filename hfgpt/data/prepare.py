@@ -84,7 +84,9 @@ class OpenText:
 def open_text(config: PretrainConfig, has_tokenizer: bool, saved_rule: str | None) -> OpenText:
     """Open the text, decide whether it is held in memory, and hold out validation text."""
     source = _open_training_source(config)
-    in_memory = _fits_memory(source) if config.streaming == "auto" else not config.streaming
+    in_memory = not config.streaming
+    if config.streaming == "auto":
+        in_memory = source.is_local and source.size_bytes <= IN_MEMORY_BYTES
     if config.tokenizer == "char" and not has_tokenizer and source.size_bytes > CHARACTER_SCAN_BYTES:
         raise UserError("tokenizer=char: needs all of the text in memory, and this text is too large; use bpe-4096")
     if not in_memory:
@@ -157,10 +159,6 @@ def _open_training_source(config: PretrainConfig) -> Source:
     return open_source(config.dataset, *hub, **source_options(config))
 
 
-def _fits_memory(source: Source) -> bool:
-    return source.is_local and source.size_bytes <= IN_MEMORY_BYTES
-
-
 def _read_all(config: PretrainConfig, source: Source, skipped: Counter[str]) -> list[str]:
     with SlowWork("reading the text", "documents") as work:
         documents = list(work.count(read_documents(source, source.units, skipped)))
@@ -215,8 +213,8 @@ def make_encoder(config: PretrainConfig, tokenizer: PreTrainedTokenizerFast) -> 
 
 
 def describe_tokenizer(config: PretrainConfig, tokenizer: PreTrainedTokenizerFast, rows: int) -> str:
-    named = "of init_from" if config.tokenizer == AUTO else config.tokenizer
     highest = f" with ids up to {rows - 1:,}" if rows > len(tokenizer) else ""
+    named = "of init_from" if config.tokenizer == AUTO else config.tokenizer
     return f"tokenizer: {named}, {len(tokenizer):,} entries{highest}"
 
 

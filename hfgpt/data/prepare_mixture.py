@@ -27,6 +27,7 @@ from hfgpt.settings.mixture import MixtureSource
 
 T = TypeVar("T")
 Streams = dict[str, MemoryBlocks | DocumentStream]
+_HELD_OUT_OF_EACH = "the last tenth of each source"
 # Keys of a source's fingerprint that the mixture has in common.
 _SHARED = ("tokenizer", "seed", "sequence_length", "blocks_per_step")
 
@@ -149,7 +150,9 @@ def _combine(
     """Return the stream of a mixture, or the only stream; its fingerprint covers all evaluation texts."""
     hashes = frozenset[int]().union(*(text.hashes for text in evaluated.values()))
     of_text = {
-        "held_out": "; ".join(_prefix(name) + text.rule for name, text in evaluated.items()),
+        "held_out": _HELD_OUT_OF_EACH
+        if config.eval_dataset is None
+        else "; ".join(_prefix(name) + text.rule for name, text in evaluated.items()),
         "held_out.hash": xxhash.xxh3_64_hexdigest(np.array(sorted(hashes), "<u8").tobytes()),
     }
     if config.mixture is None:
@@ -159,7 +162,7 @@ def _combine(
     first = next(iter(streams.values()))
     fingerprint = {key: first.fingerprint[key] for key in _SHARED} | of_text | {"stream": "mixture"}
     for name, stream in streams.items():
-        own = {key: value for key, value in stream.fingerprint.items() if key not in _SHARED}
+        own = {key: value for key, value in stream.fingerprint.items() if key not in (*_SHARED, "held_out.hash")}
         fingerprint |= {f"{name}{SOURCE}{key}": value for key, value in own.items()}
     limits = {source.name: source.max_epochs for source in config.mixture.sources}
     streamed = {name: stream for name, stream in streams.items() if isinstance(stream, DocumentStream)}

@@ -55,7 +55,6 @@ def model_card(
     """
     config, model, step = trainer["config"], run.get("model"), trainer["step"]
     text, commit = _describe_text(config, fingerprint), fingerprint.get("dataset.commit")
-    sources = describe_sources(config, fingerprint)
     base = HUB_MODEL.fullmatch(config.get("init_from") or "")
     name = name or config["run_name"] or Path(config["output_dir"]).name or "GPT-2-style model"
     results = []
@@ -67,7 +66,9 @@ def model_card(
     data = ModelCardData(
         license=config.get("hub_license"),
         language=split_languages(config.get("hub_language")),
-        datasets=[config["dataset"]] if commit else [source.hub for source in sources if source.hub] or None,
+        datasets=[config["dataset"]]
+        if commit
+        else [source.hub for source in describe_sources(config, fingerprint) if source.hub] or None,
         base_model=base[1] if base else None,
         library_name="transformers",
         pipeline_tag="text-generation",
@@ -92,7 +93,7 @@ def model_card(
         loss_plot=PLOT if records else None,
         training=[
             ("text", text),
-            *((f"source {one.name}", one.text) for one in sources),
+            *_source_rows(config, fingerprint),
             *_training_rows(config, fingerprint, trainer, run),
             *_speed_rows(records),
         ],
@@ -192,6 +193,10 @@ def describe_sources(config: dict[str, Any], fingerprint: dict[str, Any]) -> lis
     return found
 
 
+def _source_rows(config: dict[str, Any], fingerprint: dict[str, Any]) -> list[tuple[str, str]]:
+    return [(f"source {source.name}", source.text) for source in describe_sources(config, fingerprint)]
+
+
 def _describe_source(record: dict[str, Any]) -> str:
     """Describe the text of an evaluation record, without local paths."""
     if record.get("dataset_revision"):
@@ -242,8 +247,6 @@ def _training_rows(
     held_out = str(fingerprint["held_out"]).removeprefix("held out: ")
     if isinstance(config["eval_dataset"], dict):
         held_out = f"eval_dataset {', '.join(map(str, config['eval_dataset']))}"
-    elif isinstance(config["dataset"], list) and config["eval_dataset"] is None:
-        held_out = "the last tenth of each source"
     elif config["eval_dataset"] is not None:
         held_out = f"eval_dataset {Path(config['eval_dataset']).name}"
     base, tokenizer = config.get("init_from"), config["tokenizer"]

@@ -66,10 +66,12 @@ def _continue_mixture(
     step, mixture = trainer["step"], plan.config.mixture
     assert mixture is not None  # noqa: S101
     if position["step"] != step:  # the text has changed, and starts over
-        position = {**position, "step": step, "since": step}
+        before = saved["position"].get("tokens", {})
+        tokens = {name: before.get(name, 0) for name in stream.names}
+        position = {**position, "step": step, "since": step, "tokens": tokens}
     now = mixture.schedule(plan.batch.tokens_per_step, step, trainer["num_input_tokens_seen"])
-    before = saved["fingerprint"].get("weights", [])
-    if not (stream.follow(before, step, now) and before):
+    history = saved["fingerprint"].get("weights", [])
+    if not (stream.follow(history, step, now) and history):
         return position, ""
     words = [f"{share(stream.names, weights)} from step {first + 1}" for first, weights in now]
     return position, f"weights ({'; '.join(words)})"

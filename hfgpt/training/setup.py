@@ -20,8 +20,7 @@ from hfgpt.checkpointing.saver import Saver
 from hfgpt.config import PretrainConfig
 from hfgpt.data import TextData, prepare_data, prepare_data_of_run
 from hfgpt.data.loader import iterate
-from hfgpt.data.mixture import MixedStream
-from hfgpt.data.mixture_plan import check_epochs, check_metric, describe_mixture
+from hfgpt.data.mixture_plan import plan_mixture
 from hfgpt.distributed.compiler import CompileChoice, choose_compile
 from hfgpt.distributed.device import device_name, memory_bytes, start_accelerator
 from hfgpt.distributed.device_peaks import device_peak
@@ -63,7 +62,9 @@ def prepare(config: PretrainConfig, callbacks: Sequence[TrainerCallback], signal
             ranks.rendezvous()
             accelerator, precision = start_accelerator(config.mixed_precision, config.ddp_timeout)
             ranks.connect()
-            return _prepare(config, callbacks, signals, Machine(ranks, accelerator, precision, is_sharded))
+            machine = Machine(ranks, accelerator, precision, is_sharded)
+            _check_sharding(config, machine)
+            return _prepare(config, callbacks, signals, machine)
 
 
 @contextmanager
@@ -89,7 +90,6 @@ def _prepare(
     resume_from = ranks.from_main(partial(_check_folder, config, folder))
     config = ranks.from_main(partial(resolve_init_from, config, resume_from))
     batch = config.batch(ranks.world_size)
-    _check_sharding(config, machine)
     check_memory(config, batch, machine.memory_setting(config, batch), memory_bytes(device))
     config, data = _open_text(config, batch, resume_from, ranks)
     max_steps = config.total_steps(batch, getattr(data.train, "blocks_per_epoch", None))
@@ -111,10 +111,7 @@ def _prepare(
         resumed.load(model, optimizer, accelerator.scaler, ranks)
     progress = resumed.progress if resumed else Progress(skipped_rows=data.skipped.copy())
     position = resumed.position if resumed else data.train.start
-    check_metric(config.metric_for_best_model, data)
-    if isinstance(data.train, MixedStream):
-        check_epochs(data.train, position, max_steps)
-        data.description.extend(describe_mixture(data.train, data, position, max_steps))
+    data.description.extend(plan_mixture(config.metric_for_best_model, data, position, max_steps))
     step = TrainStep(
         *(model, optimizer, batch),
         accelerator=accelerator,

@@ -12,8 +12,10 @@ from transformers import GPT2LMHeadModel
 
 from hfgpt import Pretrainer
 from hfgpt.checkpointing.audit import audit
+from hfgpt.comparing.reading import read_folder
 from hfgpt.data.loader import iterate
 from hfgpt.errors import UserError
+from hfgpt.hub.verify import verify
 from hfgpt.model import head_loss as head_loss_module
 from hfgpt.model.head_loss import head_loss
 
@@ -131,6 +133,26 @@ def test_a_changed_weight_counts_from_the_next_step_and_is_recorded(mixture, cap
         trained(mixture(dataset=other, max_steps=9, resume_from_checkpoint="latest"))
 
 
+def test_changed_sources_that_are_accepted_begin_again_in_their_next_epoch(mixture, tmp_path):
+    trained(mixture(max_steps=4))
+    with (tmp_path / "code.jsonl").open("a") as file:
+        file.write(json.dumps({"text": "code 1 says 1"}) + "\n")
+    again = {"max_steps": 6, "resume_from_checkpoint": "latest"}
+    with pytest.raises(UserError, match=r"dataset code: file code\.jsonl changed"):
+        trained(mixture(**again))
+    run = trained(mixture(**again, accept_changed_text=True))
+    position = run.position
+    assert (position["step"], position["since"]) == (6, 4) and position["sources"]["wiki"]["epoch"] == 1
+    assert sum(position["tokens"].values()) == run.progress.num_input_tokens_seen == 6 * 256
+
+
+def test_commands_take_a_run_on_a_mixture(mixture):
+    run = trained(mixture(streaming=True, eval_steps=6, tokenizer="bpe-300"))
+    assert not verify(run.folder.checkpoint(6))["problems"]
+    settings = read_folder(run.folder.path).settings
+    assert len(settings["text"]) == 16 and settings["held_out"]
+
+
 def test_the_end_of_a_streamed_source_ends_the_run(mixture, capsys):
     run = trained(mixture(streaming=True, weights=(1, 9), max_epochs=1, max_steps=500, eval_steps=100, save_steps=0))
     step = run.progress.step
@@ -141,6 +163,9 @@ def test_the_end_of_a_streamed_source_ends_the_run(mixture, capsys):
         mixture(streaming=True, weights=(1, 9), max_epochs=1, max_steps=500, resume_from_checkpoint="latest")
     )
     assert again.progress.step == step
+    more = {"max_epochs": 2, "max_steps": step + 2, "resume_from_checkpoint": "latest"}
+    assert trained(mixture(streaming=True, weights=(1, 9), **more)).progress.step == step + 2
+    assert not audit(run.folder.path)["problems"]
 
 
 def test_a_source_in_memory_that_would_end_is_refused_before_the_run(mixture, tmp_path):
