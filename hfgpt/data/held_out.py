@@ -17,7 +17,9 @@ import numpy as np
 from hfgpt.config import PretrainConfig
 from hfgpt.data import embedded
 from hfgpt.data.formats import format_of
+from hfgpt.data.given import find_given
 from hfgpt.data.local_files import local_files, no_such_file
+from hfgpt.data.saved_datasets import saved_splits
 from hfgpt.data.sources import Source, open_source, read_documents, text_hash
 from hfgpt.data.units import IN_MEMORY_BYTES, Unit, Unusable
 from hfgpt.errors import UserError
@@ -85,6 +87,10 @@ def source_options(config: PretrainConfig) -> dict[str, Any]:
 def _open_eval_source(eval_dataset: str, source: Source, config: PretrainConfig) -> Source:
     """Open the evaluation text: local files, the embedded text, or another split of the training text's Hub dataset."""
     options = source_options(config)
+    if find_given(eval_dataset) is not None:
+        return open_source(eval_dataset, **options)
+    if eval_dataset in saved_splits(config.dataset):
+        return open_source(config.dataset, split=eval_dataset, **options)
     is_path = os.path.exists(os.path.expanduser(eval_dataset)) or glob.has_magic(eval_dataset)
     try:
         if not (source.is_local or is_path or eval_dataset == embedded.NAME):

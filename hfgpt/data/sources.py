@@ -19,13 +19,14 @@ from typing import Any
 
 import xxhash
 
-from hfgpt.data import embedded
+from hfgpt.data import embedded, given
+from hfgpt.data.converted import describe_commit, readable_hub_files
 from hfgpt.data.file_access import open_file, read_file
 from hfgpt.data.formats import format_of, inspect_file
 from hfgpt.data.formats.text import choose_piece_characters, split_into_pieces
-from hfgpt.data.kinds import KNOWN, BadFile, describe_other_kind, file_kind
+from hfgpt.data.kinds import BadFile, file_kind
 from hfgpt.data.local_files import local_files
-from hfgpt.data.remote import hub_files
+from hfgpt.data.saved_datasets import find_saved_files
 from hfgpt.data.units import Unit, Unusable
 from hfgpt.errors import UserError
 
@@ -41,7 +42,8 @@ MAX_NAMED_FILES = 32
 class Source:
     """Text as units of rows. It can be pickled, and reading does not change it.
 
-    `exclude`: `text_hash` of documents to skip. `skipped_files`: number of files left out when it was opened.
+    `exclude`: `text_hash` of documents to skip. `skipped_files`: number of files left out when it was opened. `given`:
+    a `datasets.Dataset` that is read instead of files.
     """
 
     units: list[Unit]
@@ -54,6 +56,7 @@ class Source:
     patience_seconds: float = 900.0
     skip_bad_files: bool = False
     skipped_files: int = 0
+    given: Any = None
 
     def split_for_stream(self) -> Source:
         """Return the same text with txt files split into pieces, because a stream needs many documents."""
@@ -79,7 +82,10 @@ class Source:
             return [Unusable("bad_file")]
 
     def _read_rows(self, unit: Unit) -> list[str | Unusable]:
-        rows = format_of(unit.file).read_rows(unit, self.text_column)[: unit.rows]
+        if self.given is not None:
+            rows = given.read_rows(unit, self.text_column, self.given)[: unit.rows]
+        else:
+            rows = format_of(unit.file).read_rows(unit, self.text_column)[: unit.rows]
         last = [self._document(row, unit.characters) for row in rows[-1:]]
         return [*(self._document(row) for row in rows[:-1]), *last]
 
@@ -126,6 +132,8 @@ def open_source(
 ) -> Source:
     """Open the text called `dataset`: "embedded", a local file, folder (recursively) or glob, or a Hub dataset.
 
+    A folder may be one that `datasets` saved. Of a Hub dataset in other formats, the converted parquet is read.
+
     A txt file of up to 16 MiB is one document; a larger one is split at line ends into documents of about 64 KiB.
     Reads the head or footer of each file. Waits out network failures for `patience_seconds`.
 
@@ -139,20 +147,23 @@ def open_source(
     if dataset == embedded.NAME:
         _refuse_meaningless_settings(dataset, name, split, revision, text_column)
         return _open_embedded()
-    found, fingerprint = local_files(dataset), {}
+    if (of_python := given.find_given(dataset)) is not None:
+        _refuse_meaningless_settings(dataset, name, split, revision, "text")
+        return _open_given(dataset, of_python, text_column)
+    saved = find_saved_files(dataset, split)
+    found, fingerprint = saved or local_files(dataset), {}
     if found is not None:
         files, notes = found
+        split = "train" if saved and notes else split  # which it has
         has_columns = any(format_of(file).HAS_COLUMNS for file in files)
         _refuse_meaningless_settings(dataset, name, split, revision, "text" if has_columns else text_column)
         label = f"{dataset} ({'; '.join(notes)})" if notes else dataset
     else:
-        in_split, commit = hub_files(dataset, name, split, revision, min(patience_seconds, START_PATIENCE_SECONDS))
+        patience = min(patience_seconds, START_PATIENCE_SECONDS)
+        in_split, commit = readable_hub_files(dataset, name, split, revision, patience)
+        files = list(filter(file_kind, in_split))
         fingerprint = {"dataset": dataset, "name": name, "split": split, "commit": commit}
-        label = f"{dataset} ({', '.join(filter(None, [name, split]))}) at commit {commit[:8]}"
-        if not (files := list(filter(file_kind, in_split))):
-            first = Path(in_split[0]).name
-            kind = describe_other_kind(first)
-            raise UserError(f"dataset={dataset}: no {KNOWN} file in split {split}; {first} is {kind}")
+        label = f"{dataset} ({', '.join(filter(None, [name, split]))}) {describe_commit(commit, files)}"
     inspected = _inspect_files(files, text_column, patience_seconds, skip_bad_files)
     if found is not None:
         fingerprint = _hash_files(list(inspected))
@@ -177,6 +188,14 @@ def _open_embedded() -> Source:
     description = f"this Python's own documentation: {len(documents):,} documents, {len(data) / 1e6:.1f} MB"
     units = embedded.find_units(embedded.NAME, None, "text")
     return Source(units, "text", len(data), True, fingerprint, description)
+
+
+def _open_given(name: str, dataset: Any, text_column: str) -> Source:
+    units = given.find_units(name, dataset, text_column)
+    size = sum(unit.size_bytes for unit in units)
+    facts = {"dataset": name, "hash": dataset._fingerprint, "rows": len(dataset), "text_column": text_column}
+    description = f"{name}: {len(dataset):,} rows, {size / 1e6:,.1f} MB"
+    return Source(units, text_column, size, True, facts, description, given=dataset.select_columns([text_column]))
 
 
 def _refuse_meaningless_settings(

@@ -14,7 +14,8 @@ class Unit(NamedTuple):
     `start` and `stop` depend on the format: the number of a row group, or a range of bytes (-1: to the end).
     `rows`: number of rows, if known; no more are used. `characters`: how much of the last of these rows is used
     (None: all). `piece_characters`: size of the documents that a txt file is split into, always at line ends: None for
-    one document, 0 for about 64 KiB. `size_bytes`: approximate bytes of text.
+    one document, 0 for about 64 KiB. `size_bytes`: approximate bytes of text. `layout`: what the reader has found out
+    about the file, in its own words.
     """
 
     file: str
@@ -24,6 +25,7 @@ class Unit(NamedTuple):
     characters: int | None = None
     piece_characters: int | None = 0
     size_bytes: int = 0
+    layout: str = ""
 
 
 class Unusable(NamedTuple):

@@ -12,6 +12,7 @@ from transformers import TrainerCallback
 from hfgpt.checkpointing.checkpoint import rewind_run
 from hfgpt.config import PretrainConfig
 from hfgpt.data import describe_skipped
+from hfgpt.data.given import given_datasets, name_datasets
 from hfgpt.data.stream import StepBatch, batch_hash, join_batches
 from hfgpt.distributed.device import peak_memory_bytes
 from hfgpt.distributed.stop_signals import Interrupted, StopSignals
@@ -35,12 +36,20 @@ class Pretrainer:
 
     config: all settings of the run.
     callbacks: transformers `TrainerCallback`s.
+    train_dataset, eval_dataset: `datasets.Dataset`s with a column `config.text_column`, instead of a `config.dataset`.
     """
 
     run: TrainingRun  # set by `train`
 
-    def __init__(self, config: PretrainConfig, callbacks: Sequence[TrainerCallback] = ()) -> None:
-        self.config, self.callbacks = config, callbacks
+    def __init__(
+        self,
+        config: PretrainConfig,
+        callbacks: Sequence[TrainerCallback] = (),
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+    ) -> None:
+        self.callbacks = callbacks
+        self.config, self._datasets = name_datasets(config, train_dataset, eval_dataset)
 
     def train(self) -> dict[str, Any]:
         """Train to the last step and return the newest evaluation record.
@@ -49,7 +58,8 @@ class Pretrainer:
         continue; its progress is saved.
         """
         with safe(), StopSignals() as signals:
-            run = self.run = prepare(self.config, self.callbacks, signals)
+            with given_datasets(self._datasets):
+                run = self.run = prepare(self.config, self.callbacks, signals)
             ranks, control, step = run.machine.ranks, run.callbacks.control, run.step
             with closing(run.folder), run.saver, closing(run.batches), saved_on_failure(run), ranks.share_failures():
                 if run.is_main:

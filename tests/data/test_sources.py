@@ -64,10 +64,11 @@ def test_spans_cut_between_lines(tmp_path, monkeypatch, span):
 
 
 def test_a_split_on_the_hub_without_readable_files_is_refused_with_the_fix(monkeypatch):
-    files = ["hf://datasets/user/tables@c0ffee/data/a.csv"]
-    monkeypatch.setattr("hfgpt.data.sources.hub_files", lambda *_: (files, "c0ffee"))
+    files = ["hf://datasets/user/tables@c0ffee/data/a.pdf"]
+    monkeypatch.setattr("hfgpt.data.converted.hub_files", lambda *_: (files, "c0ffee"))
+    monkeypatch.setattr("hfgpt.data.converted._converted_files", lambda *_: None)
     with pytest.raises(
-        UserError, match=r"file in split train; a\.csv is CSV, which is not supported; convert it, for example"
+        UserError, match=r"file in split train; a\.pdf is a formatted document, which is not supported; save its text"
     ):
         open_source("user/tables")
 
@@ -247,9 +248,9 @@ def test_missing_column_lists_the_existing_ones(tmp_path):
 
 
 def test_files_of_no_use_are_named(tmp_path):
-    (tmp_path / "a.csv").write_text("x")
-    for dataset in (tmp_path / "a.csv", tmp_path, tmp_path / "*.csv"):
-        with pytest.raises(UserError, match=r"dataset=.*parquet, jsonl\[\.gz\]"):
+    (tmp_path / "a.zip").write_text("x")
+    for dataset in (tmp_path / "a.zip", tmp_path, tmp_path / "*.zip"):
+        with pytest.raises(UserError, match=r"dataset=.*parquet, arrow, jsonl"):
             open_source(str(dataset))
 
 
