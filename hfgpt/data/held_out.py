@@ -17,7 +17,7 @@ import numpy as np
 from hfgpt.config import PretrainConfig
 from hfgpt.data import embedded
 from hfgpt.data.formats import format_of
-from hfgpt.data.given import find_given
+from hfgpt.data.formats.given import find_given
 from hfgpt.data.local_files import local_files, no_such_file
 from hfgpt.data.saved_datasets import saved_splits
 from hfgpt.data.sources import Source, open_source, read_documents, text_hash

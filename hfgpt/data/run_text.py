@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from hfgpt.config import PretrainConfig
 from hfgpt.data import embedded
-from hfgpt.data.given import TRAINING, find_given
+from hfgpt.data.formats.given import TRAINING, find_given
 from hfgpt.data.local_files import local_files
 from hfgpt.data.prepare import TextData, prepare_data
 from hfgpt.errors import UserError, message
@@ -36,7 +36,11 @@ def prepare_data_of_run(
             "dataset: the run was given its text in Python, which is not kept; use "
             f"Pretrainer(config, {TRAINING}=...) with the same set"
         )
-    was_local = commit is None and config.dataset not in (embedded.NAME, TRAINING) and config.dataset == saved_config.get("dataset")
+    was_local = (
+        commit is None
+        and config.dataset not in (embedded.NAME, TRAINING)
+        and config.dataset == saved_config.get("dataset")
+    )
     if was_local and local_files(config.dataset) is None:
         raise UserError(
             f"dataset={config.dataset}: was a local path when the run began, but does not exist here; start from the "

@@ -19,10 +19,10 @@ from typing import Any
 
 import xxhash
 
-from hfgpt.data import embedded, given
+from hfgpt.data import embedded
 from hfgpt.data.converted import describe_commit, readable_hub_files
 from hfgpt.data.file_access import open_file, read_file
-from hfgpt.data.formats import format_of, inspect_file
+from hfgpt.data.formats import format_of, given, inspect_file
 from hfgpt.data.formats.text import choose_piece_characters, split_into_pieces
 from hfgpt.data.kinds import BadFile, file_kind
 from hfgpt.data.local_files import local_files

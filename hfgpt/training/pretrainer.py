@@ -12,7 +12,7 @@ from transformers import TrainerCallback
 from hfgpt.checkpointing.checkpoint import rewind_run
 from hfgpt.config import PretrainConfig
 from hfgpt.data import describe_skipped
-from hfgpt.data.given import given_datasets, name_datasets
+from hfgpt.data.formats.given import given_datasets, name_datasets
 from hfgpt.data.stream import StepBatch, batch_hash, join_batches
 from hfgpt.distributed.device import peak_memory_bytes
 from hfgpt.distributed.stop_signals import Interrupted, StopSignals

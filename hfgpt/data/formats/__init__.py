@@ -14,8 +14,8 @@ from __future__ import annotations
 import os
 from typing import Any, Protocol
 
-from hfgpt.data import embedded, given
-from hfgpt.data.formats import arrow, csv_rows, jsonl, parquet, tar, text
+from hfgpt.data import embedded
+from hfgpt.data.formats import arrow, csv_rows, given, jsonl, parquet, tar, text
 from hfgpt.data.heads import FileHead, read_head
 from hfgpt.data.kinds import BadFile, file_kind
 from hfgpt.data.units import Unit

@@ -7,6 +7,7 @@ stand for while a text is opened; after that, its `Source` holds the set itself.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Any
@@ -80,7 +81,7 @@ def find_units(name: str, given: Any, text_column: str) -> list[Unit]:
     borders = [*range(0, len(given), ROWS_PER_UNIT), len(given)]
     return [
         Unit(name, start, stop, rows=stop - start, size_bytes=int(row_bytes * (stop - start)))
-        for start, stop in zip(borders, borders[1:], strict=False)
+        for start, stop in itertools.pairwise(borders)
     ]
 
 
