@@ -34,6 +34,8 @@ from hfgpt.model.configuration_gpt2 import model_fields
 from hfgpt.settings.field_types import AUTO
 
 CHARACTER_SCAN_BYTES = 256 * 2**20
+# Compressed files are held in memory if they unpack to at most this many times IN_MEMORY_BYTES.
+LARGEST_RATIO = 16
 
 
 @dataclass
@@ -138,7 +140,9 @@ def _open_training_source(config: PretrainConfig) -> Source:
 
 
 def _fits_memory(source: Source) -> bool:
-    return source.is_local and source.size_bytes <= IN_MEMORY_BYTES
+    unpacked_bytes = sum(unit.size_bytes for unit in source.units)
+    is_small = source.size_bytes <= IN_MEMORY_BYTES and unpacked_bytes <= LARGEST_RATIO * IN_MEMORY_BYTES
+    return source.is_local and is_small
 
 
 def _read_all(config: PretrainConfig, source: Source, skipped: Counter[str]) -> list[str]:

@@ -31,11 +31,8 @@ def prepare_data_of_run(
     """
     commit, held_out = fingerprint.get("dataset.commit"), fingerprint.get("held_out")
     pinned, tokenizer = config, None
-    if (
-        fingerprint.get("dataset.dataset") == TRAINING
-        and find_given(TRAINING) is None
-        and not config.accept_changed_text
-    ):
+    is_missing = fingerprint.get("dataset.dataset") == TRAINING and find_given(TRAINING) is None
+    if is_missing and not config.accept_changed_text:
         raise UserError(
             "dataset: the run was given its text in Python, which is not kept; use "
             f"Pretrainer(config, {TRAINING}=...) with the same set"
