@@ -70,12 +70,12 @@ class PretrainConfig:
     init_from: str | None = _f(None, "weights to start from: GPT-2 folder, Hub id[@revision], or nanoGPT ckpt.pt", PATH)
     dataset: str | list[Any] = _f(
         "embedded",
-        "Hub id, local file, folder or glob (parquet, jsonl, txt), or embedded; or a list of such sources, mixed: "
-        "[{dataset: .., weight: 0.7, max_epochs: 4}, ..]",
+        "Hub id, local file, folder or glob (parquet, json, csv, txt, ...), or embedded; or a list of such sources, "
+        "mixed: [{dataset: .., weight: 0.7, max_epochs: 4}, ..]",
         PATH,
     )
     dataset_name: str | None = _f(None, "configuration (subset) of a Hub dataset, such as sample-10BT", NAME)
-    dataset_split: str = _f("train", "split of a Hub dataset", NAME)
+    dataset_split: str = _f("train", "split of a Hub dataset, or of a folder of save_to_disk", NAME)
     dataset_revision: str | None = _f(None, "commit, tag or branch of a Hub dataset", NAME)
     text_column: str = _f("text", "column that holds the text", NAME)
     stages: list[Any] | None = _f(

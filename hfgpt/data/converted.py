@@ -20,6 +20,8 @@ def readable_hub_files(
 
     Such a commit may be given as revision. Raises UserError if there is neither.
     """
+    from huggingface_hub.constants import HF_HUB_OFFLINE  # imported late: takes seconds
+
     if revision and revision.startswith(BRANCH):
         if found := _converted_files(dataset, name, split, revision, patience_seconds):
             return found
@@ -34,7 +36,7 @@ def readable_hub_files(
     except UserError as error:
         problem = error
     is_about_files = not str(problem).startswith("dataset_split=") and "cannot be reached" not in str(problem)
-    if revision is None and is_about_files:
+    if revision is None and is_about_files and not HF_HUB_OFFLINE:
         if found := _converted_files(dataset, name, split, BRANCH, patience_seconds):
             return found
         raise UserError(f"{problem} (nor has the Hub converted it to parquet)") from problem

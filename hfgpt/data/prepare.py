@@ -35,6 +35,8 @@ from hfgpt.model.configuration_gpt2 import model_fields
 from hfgpt.settings.field_types import AUTO
 
 CHARACTER_SCAN_BYTES = 256 * 2**20
+# Compressed files are held in memory if they unpack to at most this many times IN_MEMORY_BYTES.
+LARGEST_RATIO = 16
 
 
 @dataclass
@@ -86,7 +88,7 @@ def open_text(config: PretrainConfig, has_tokenizer: bool, saved_rule: str | Non
     source = _open_training_source(config)
     in_memory = not config.streaming
     if config.streaming == "auto":
-        in_memory = source.is_local and source.size_bytes <= IN_MEMORY_BYTES
+        in_memory = _fits_memory(source)
     if config.tokenizer == "char" and not has_tokenizer and source.size_bytes > CHARACTER_SCAN_BYTES:
         raise UserError("tokenizer=char: needs all of the text in memory, and this text is too large; use bpe-4096")
     if not in_memory:
@@ -157,6 +159,12 @@ def _open_training_source(config: PretrainConfig) -> Source:
         )
     hub = config.dataset_name, config.dataset_split, config.dataset_revision
     return open_source(config.dataset, *hub, **source_options(config))
+
+
+def _fits_memory(source: Source) -> bool:
+    unpacked_bytes = sum(unit.size_bytes for unit in source.units)
+    is_small = source.size_bytes <= IN_MEMORY_BYTES and unpacked_bytes <= LARGEST_RATIO * IN_MEMORY_BYTES
+    return source.is_local and is_small
 
 
 def _read_all(config: PretrainConfig, source: Source, skipped: Counter[str]) -> list[str]:

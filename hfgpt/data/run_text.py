@@ -38,7 +38,8 @@ def prepare_data_of_run(
         pinned = _pin_sources(config, saved_config, fingerprint)
     else:
         pinned = config
-        if fingerprint.get("dataset.dataset") == TRAINING == config.dataset and find_given(TRAINING) is None:
+        is_missing = fingerprint.get("dataset.dataset") == TRAINING and find_given(TRAINING) is None
+        if is_missing and not config.accept_changed_text:
             raise UserError(
                 "dataset: the run was given its text in Python, which is not kept; use "
                 f"Pretrainer(config, {TRAINING}=...) with the same set"

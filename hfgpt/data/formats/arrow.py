@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import struct
 from collections.abc import Iterator
@@ -18,8 +19,9 @@ from hfgpt.data.units import Unit
 HAS_COLUMNS, UNIT_START = True, "from_byte"  # see `Format`
 SPAN_BYTES = 4 * 2**20
 MAGIC = b"ARROW1\0\0"
-# Enough for the metadata of most messages, so that each takes one request.
-METADATA_BYTES = 4 * 2**10
+# Read at once while looking for messages: the metadata of several if they are small, and else little of their bodies.
+LOOK_BYTES, METADATA_BYTES = 256 * 2**10, 4 * 2**10
+CACHED_BEGINNINGS = 256
 _SCHEMA, _DICTIONARY, _RECORDS = 1, 2, 3
 
 
@@ -46,13 +48,18 @@ def read_rows(unit: Unit, text_column: str) -> list[Any]:
 
 def read_column(unit: Unit, column: str) -> Any:
     """Return a column of a unit. Its layout says which bytes of the file are the schema and dictionaries."""
-    start, stop = map(int, unit.layout.split("-"))
-    with open_file(unit.file) as handle:
+    read_beginning = _cached_beginning if "://" in unit.file else _read_range  # a local file may be overwritten
+    beginning = read_beginning(unit.file, *map(int, unit.layout.split("-")))
+    return pa.ipc.open_stream(beginning + _read_range(unit.file, unit.start, unit.stop)).read_all()[column]
+
+
+def _read_range(file: str, start: int, stop: int) -> bytes:
+    with open_file(file) as handle:
         handle.seek(start)
-        beginning = handle.read(stop - start)
-        handle.seek(unit.start)
-        stream = beginning + handle.read(unit.stop - unit.start)
-    return pa.ipc.open_stream(stream).read_all()[column]
+        return handle.read(stop - start)
+
+
+_cached_beginning = functools.lru_cache(CACHED_BEGINNINGS)(_read_range)
 
 
 def _find_batches(file: str) -> tuple[list[Unit], Any]:
@@ -83,14 +90,14 @@ def _messages(file: str, handle: Any) -> Iterator[_Message]:
     """Yield the messages of a stream, without reading their bodies. A file with a footer contains such a stream."""
     size = handle.seek(0, os.SEEK_END)
     handle.seek(0)
-    at, data = 0, handle.read(METADATA_BYTES)
+    at, data = 0, handle.read(LOOK_BYTES)
     if data.startswith(MAGIC):
         at, data = len(MAGIC), data[len(MAGIC) :]
         handle.seek(max(0, size - len(MAGIC)))
         if not handle.read(len(MAGIC)).endswith(MAGIC.rstrip(b"\0")):
             raise _cut_off(file, size)
     while at < size:
-        if data == bytes(4):  # the end of a stream without markers
+        if data.startswith(bytes(4)):  # the end of a stream without markers
             return
         if len(data) < 8:
             raise _cut_off(file, at)
@@ -102,7 +109,7 @@ def _messages(file: str, handle: Any) -> Iterator[_Message]:
             raise _cut_off(file, at)
         if len(data) < prefix + length:
             handle.seek(at)
-            data = handle.read(prefix + length)
+            data = handle.read(max(prefix + length, LOOK_BYTES))
         try:
             kind, body, rows = _read_metadata(data[prefix : prefix + length])
         except struct.error:
@@ -111,8 +118,10 @@ def _messages(file: str, handle: Any) -> Iterator[_Message]:
         if body < 0 or stop > size:
             raise _cut_off(file, at)
         yield _Message(kind, at, stop, rows)
-        handle.seek(stop)
-        at, data = stop, handle.read(min(METADATA_BYTES, size - stop))
+        at, data = stop, data[stop - at :]
+        if len(data) < min(METADATA_BYTES, size - at):
+            handle.seek(at)
+            data = handle.read(LOOK_BYTES)
 
 
 def _cut_off(file: str, at: int) -> BadFile:

@@ -38,6 +38,7 @@ def find_units(file: str, head: FileHead, text_column: str) -> list[Unit]:
 
 def _find_columns(file: str, data: bytes, text_column: str) -> tuple[list[str], str]:
     """Return the first row, read with the first separator with which it has the column, and that separator."""
+    csv.field_size_limit(LONGEST_FIELD_CHARACTERS)
     preferred = "\t" + SEPARATORS if ".tsv" in file.lower() else SEPARATORS
     found = []
     for separator in preferred:
