@@ -18,7 +18,7 @@ from hfgpt.data.units import Unit
 LAYOUT = "array"
 LONGEST_ELEMENT_CHARACTERS = 512 * 2**20
 _OPENING, _BEFORE_ELEMENT = re.compile(r"\ufeff?\s*\["), re.compile(r"[\s,]*")
-_scan = json.JSONDecoder().raw_decode
+_scan = json.JSONDecoder(strict=False).raw_decode  # a raw line end in a string does not lose the rest of the file
 # Bytes that are not UTF-8 become these characters; JSON text has no others like them.
 _NOT_UTF8 = re.compile("[\udc80-\udcff]")
 # An error this close to the end of what was read may come from the end, except in a string, which begins anywhere.
