@@ -28,9 +28,9 @@ def one_unit(file: str, text_bytes: int, layout: str) -> list[Unit] | None:
 
 def split_at_rows(file: str, starts: Iterable[int], layout: str, first: int = 0) -> list[Unit]:
     """Split a file into units that begin at rows. `starts`: where each row begins, and the end of the last one."""
-    borders, end = [first], first
+    borders, end, size = [first], first, span_bytes(file)
     for end in starts:
-        if end - borders[-1] >= span_bytes(file):
+        if end - borders[-1] >= size:
             borders.append(end)
     if borders[-1] != end:
         borders.append(end)

@@ -19,8 +19,6 @@ LAYOUT = "array"
 LONGEST_ELEMENT_CHARACTERS = 512 * 2**20
 _OPENING, _BEFORE_ELEMENT = re.compile(r"\ufeff?\s*\["), re.compile(r"[\s,]*")
 _scan = json.JSONDecoder(strict=False).raw_decode  # a raw line end in a string does not lose the rest of the file
-# Bytes that are not UTF-8 become these characters; JSON text has no others like them.
-_NOT_UTF8 = re.compile("[\udc80-\udcff]")
 # An error this close to the end of what was read may come from the end, except in a string, which begins anywhere.
 _NEAR_END = 16
 
@@ -104,10 +102,13 @@ class _Window:
 
     def move(self, end: int) -> bool:
         """Move to a character. Returns whether what lies before it is UTF-8."""
-        passed = self.text[self.at : end]
-        self.byte += len(passed.encode("utf-8", "surrogateescape"))
-        self.at = end
-        return passed.isascii() or not _NOT_UTF8.search(passed)
+        passed, self.at = self.text[self.at : end], end
+        try:
+            self.byte += len(passed.encode())
+        except UnicodeEncodeError:  # characters that stand for other bytes
+            self.byte += len(passed.encode("utf-8", "surrogateescape"))
+            return False
+        return True
 
     def skip(self, pattern: re.Pattern[str]) -> None:
         if found := pattern.match(self.text, self.at):
