@@ -166,6 +166,8 @@ def _describe_text(config: dict[str, Any], fingerprint: dict[str, Any]) -> str:
     commit = fingerprint.get("dataset.commit")
     if commit or config["dataset"] == "embedded":
         return _describe_source({**config, "dataset_revision": commit})
+    if rows := fingerprint.get("dataset.rows"):
+        return f"{rows:,} rows given in Python"
     files = [key.removeprefix("dataset.file ") for key in fingerprint if key.startswith("dataset.file ")]
     return Path(files[0]).name if len(files) == 1 else f"{fingerprint.get('dataset.files', len(files))} local files"
 

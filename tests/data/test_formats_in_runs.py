@@ -88,6 +88,7 @@ def test_sets_given_in_python_are_trained_on_and_resumed(tmp_path, config):
         ]
         assert len(ledgers[0]) == 6 and ledgers[0] == ledgers[1]
         facts = json.loads((tmp_path / name / "run.json").read_text())
+        assert "120 rows given in Python" in (tmp_path / name / "checkpoint-6" / "README.md").read_text()
         assert facts["config"]["dataset"] == "train_dataset" and facts["data"]["dataset.rows"] == 120
         with pytest.raises(UserError, match=r"dataset hash .*dataset rows \(120 then, 119 now\)"):
             Pretrainer(config(name, **resumed, max_steps=9), [], other, evaluation).train()
