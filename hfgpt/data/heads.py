@@ -32,7 +32,7 @@ _BEGINNINGS = {
     b"ARROW1": ("Arrow", "convert it to parquet"),
     b"\xff\xff\xff\xff": ("Arrow", "convert it to parquet, for example with datasets.Dataset.from_file"),
     b"SQLite format 3\0": ("an SQLite database", "export its text to parquet or .jsonl"),
-    b"\x93NUMPY": OTHER_KINDS[".npy"],
+    b"\x93NUMPY": ("an array of numbers", "rename it to .npy if it holds token ids"),
 }
 
 
@@ -68,13 +68,13 @@ def check_head(file: str, raw: bytes, size_bytes: int) -> bytes:
     kind, head = file_kind(file), raw
     if file.lower().endswith(".gz") and raw:
         if not raw.startswith(GZIP):
-            _refuse_beginnings(file, raw)
+            refuse_beginnings(file, raw)
             raise BadFile(
                 f"dataset: {file} cannot be read as gzip, because it is not compressed; remove .gz from its name"
             )
         head = zlib.decompressobj(31).decompress(raw)
     if not (kind == "parquet" and head.startswith(b"PAR1")):
-        _refuse_beginnings(file, head)
+        refuse_beginnings(file, head)
     if kind != "parquet" and b"\0" in head[:64]:
         fix = f"convert it, for example: iconv -f UTF-16 -t UTF-8 {Path(file).name} > utf8-{Path(file).name}"
         raise BadFile(f"dataset: {file} contains zero bytes, as UTF-16 and binary files do, not UTF-8 text; {fix}")
@@ -90,7 +90,8 @@ def check_head(file: str, raw: bytes, size_bytes: int) -> bytes:
     return head
 
 
-def _refuse_beginnings(file: str, head: bytes) -> None:
+def refuse_beginnings(file: str, head: bytes) -> None:
+    """Raise BadFile for a file that begins like one of another kind."""
     for beginning, (kind, fix) in _BEGINNINGS.items():
         if head.startswith(beginning):
             raise BadFile(f"dataset: {file} is {kind}; {fix}")

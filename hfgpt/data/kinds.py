@@ -8,7 +8,8 @@ from pathlib import Path
 from hfgpt.errors import UserError
 
 KINDS = {".parquet": "parquet", ".jsonl": "lines", ".json": "lines", ".ndjson": "lines", ".txt": "text"}
-KNOWN = "parquet, jsonl[.gz], json[.gz] or txt[.gz]"
+KINDS |= dict.fromkeys([".bin", ".npy", ".ds", ".idx"], "tokens")
+KNOWN = "parquet, jsonl[.gz], json[.gz], txt[.gz] or token"
 SAVE_AS_TEXT = "save its text as .txt or .jsonl"
 # Suffixes that are not supported: what the file is, and the fix.
 OTHER_KINDS = {
@@ -27,7 +28,7 @@ OTHER_KINDS = {
     **dict.fromkeys([".html", ".htm", ".xml"], ("markup", SAVE_AS_TEXT)),
     **dict.fromkeys([".pdf", ".docx", ".doc", ".odt", ".rtf", ".epub"], ("a formatted document", SAVE_AS_TEXT)),
     **dict.fromkeys([".xlsx", ".xls", ".ods"], ("a spreadsheet", "save it as parquet or .jsonl")),
-    **dict.fromkeys([".npy", ".npz", ".bin", ".pt", ".pkl"], ("arrays, not text", "give the text itself")),
+    **dict.fromkeys([".npz", ".pt", ".pkl"], ("arrays, not text", "give the text itself")),
 }
 
 
@@ -36,8 +37,9 @@ class BadFile(UserError):
 
 
 def file_kind(file: str) -> str | None:
-    """Return "parquet", "lines" or "text"; None for an unsupported file."""
-    return KINDS.get(Path(re.sub(r"(?<!\.parquet)\.gz$", "", file.lower())).suffix)
+    """Return "parquet", "lines", "text" or "tokens"; None for an unsupported file."""
+    kind = KINDS.get(Path(re.sub(r"(?<!\.parquet)\.gz$", "", file.lower())).suffix)
+    return None if kind == "tokens" and file.lower().endswith(".gz") else kind
 
 
 def describe_other_kind(file: str) -> str:

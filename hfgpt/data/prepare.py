@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import xxhash
@@ -19,13 +19,15 @@ from transformers import PreTrainedTokenizerFast
 from hfgpt.config import PretrainConfig
 from hfgpt.data.document_stream import DocumentStream
 from hfgpt.data.encoding import LOSSES, Document, Encoder, make_repeatable
+from hfgpt.data.formats.tokens.reading import Vocabulary
 from hfgpt.data.held_out import HeldOut, hold_out, no_documents, source_options
 from hfgpt.data.memory_blocks import MemoryBlocks
 from hfgpt.data.permutation import permutation
 from hfgpt.data.remote import check_hub, model_files
 from hfgpt.data.sources import Source, open_source, read_documents, text_hash
+from hfgpt.data.token_tokenizer import choose_tokenizer, refuse_trained, vocabulary_of
 from hfgpt.data.tokenization import load_tokenizer
-from hfgpt.data.units import IN_MEMORY_BYTES
+from hfgpt.data.units import IN_MEMORY_BYTES, Row
 from hfgpt.errors import UserError
 from hfgpt.files import has_tokenizer
 from hfgpt.messages.formats import counted
@@ -43,7 +45,8 @@ class TextData:
     `validation`, and a `train_sample` of training text if requested: one run of int32 tokens each.
     `validation_bytes`: UTF-8 bytes of all validation tokens except the first; None if unknown. `description`: lines for
     the plan. `skipped`: rows skipped so far, and what the tokenizer does not represent, by reason; a document stream
-    counts its own with each step. `validation_documents`: number of different ones.
+    counts its own with each step. `validation_documents`: number of different ones. `tokenizer_name`: the setting, or
+    what tokens that are ready name as theirs.
     """
 
     tokenizer: PreTrainedTokenizerFast
@@ -54,6 +57,7 @@ class TextData:
     description: list[str]
     skipped: Counter[str]
     validation_documents: int
+    tokenizer_name: str
 
 
 def prepare_data(
@@ -70,6 +74,19 @@ def prepare_data(
     text that is missing or unusable. Writes nothing.
     """
     source = _open_training_source(config)
+    if source.has_tokens:
+        if tokenizer is None:
+            config = choose_tokenizer(config, source)
+            tokenizer = _load_tokenizer(config, [], [])
+        source = source.with_vocabulary(vocabulary_of(_make_encoder(config, tokenizer), config.tokenizer, source))
+
+    def eval_vocabulary() -> Vocabulary:
+        nonlocal tokenizer
+        if tokenizer is None:
+            refuse_trained(config.tokenizer, f"eval_dataset={config.eval_dataset} contains tokens")
+            tokenizer = _load_tokenizer(config, [], [])
+        return vocabulary_of(_make_encoder(config, tokenizer), config.tokenizer)
+
     in_memory = _fits_memory(source) if config.streaming == "auto" else not config.streaming
     if config.tokenizer == "char" and tokenizer is None and source.size_bytes > CHARACTER_SCAN_BYTES:
         raise UserError("tokenizer=char: needs all of the text in memory, and this text is too large; use bpe-4096")
@@ -78,7 +95,7 @@ def prepare_data(
     skipped = +Counter(bad_file=source.skipped_files)
     documents = _read_all(config, source, skipped) if in_memory else None
     with SlowWork("reading the held-out text"):
-        held_out = hold_out(config, source, documents, saved_rule)
+        held_out = hold_out(config, source, documents, saved_rule, eval_vocabulary)
     skipped.update({f"eval_{reason}": count for reason, count in held_out.skipped.items()})
     training = dataclasses.replace(source, units=held_out.units, exclude=held_out.exclude)
     kept = [text for text in held_out.documents if text_hash(text) not in held_out.exclude]
@@ -92,7 +109,7 @@ def prepare_data(
     train: MemoryBlocks | DocumentStream
     if in_memory:
         train, how = _memory_blocks(encoder, kept, fingerprint, skipped)
-        shuffled: Iterable[str] = (kept[i] for i in permutation(len(kept), config.seed))
+        shuffled: Iterable[Row] = (kept[i] for i in permutation(len(kept), config.seed))
     else:
         fingerprint["stream"] = "documents"
         train = DocumentStream(training, encoder, **_shape(fingerprint), fingerprint=fingerprint)
@@ -114,6 +131,7 @@ def prepare_data(
         ],
         skipped=skipped,
         validation_documents=len(held_out.hashes),
+        tokenizer_name=config.tokenizer,
     )
 
 
@@ -141,7 +159,7 @@ def _fits_memory(source: Source) -> bool:
     return source.is_local and source.size_bytes <= IN_MEMORY_BYTES
 
 
-def _read_all(config: PretrainConfig, source: Source, skipped: Counter[str]) -> list[str]:
+def _read_all(config: PretrainConfig, source: Source, skipped: Counter[str]) -> list[Row]:
     with SlowWork("reading the text", "documents") as work:
         documents = list(work.count(read_documents(source, source.units, skipped)))
     if not documents:
@@ -150,7 +168,7 @@ def _read_all(config: PretrainConfig, source: Source, skipped: Counter[str]) -> 
 
 
 def _load_tokenizer(
-    config: PretrainConfig, whole: Source | list[str], part: Source | list[str]
+    config: PretrainConfig, whole: Source | list[Row], part: Source | list[Row]
 ) -> PreTrainedTokenizerFast:
     """Load the tokenizer, or train it: char on the whole text, bpe-N on the training part."""
     name, text = config.tokenizer, whole if config.tokenizer == "char" else part
@@ -167,7 +185,8 @@ def _load_tokenizer(
         check_hub(f"tokenizer={name}", name)
     what, unit = ("training", "documents") if is_trained else ("loading", "")
     with SlowWork(f"{what} the tokenizer {name}", unit) as work:
-        return load_tokenizer(name, lambda: work.count(texts), model_fields(config.model).get("n_positions", 1024))
+        counted = cast(Iterable[str], work.count(texts))  # a tokenizer is not trained on tokens
+        return load_tokenizer(name, lambda: counted, model_fields(config.model).get("n_positions", 1024))
 
 
 def _make_encoder(config: PretrainConfig, tokenizer: PreTrainedTokenizerFast) -> Encoder:
@@ -208,7 +227,7 @@ def _shape(fingerprint: dict[str, Any]) -> dict[str, int]:
 
 
 def _memory_blocks(
-    encoder: Encoder, texts: list[str], fingerprint: dict[str, Any], skipped: Counter[str]
+    encoder: Encoder, texts: list[Row], fingerprint: dict[str, Any], skipped: Counter[str]
 ) -> tuple[MemoryBlocks, str]:
     """Return the stream of a text in memory, and its description. Counts what the tokenizer loses in `skipped`."""
     documents = _encode(encoder, texts)
@@ -254,7 +273,7 @@ def _encode_validation(
     return tokens, None if lengths is None else int(lengths[1 : len(tokens)].sum()), lines
 
 
-def _encode(encoder: Encoder, texts: list[str]) -> list[Document]:
+def _encode(encoder: Encoder, texts: list[Row]) -> list[Document]:
     groups = [texts[start : start + 64] for start in range(0, len(texts), 64)]
     # Encoding releases the interpreter lock.
     with ThreadPoolExecutor(os.cpu_count()) as pool, SlowWork("tokenizing", "documents", len(texts)) as work:
@@ -274,7 +293,7 @@ def _first_documents(documents: list[Document], count: int | None) -> list[Docum
     return documents[: int(enough.argmax()) + 1] if enough.any() else documents
 
 
-def _first_tokens(encoder: Encoder, documents: Iterable[str], count: int) -> np.ndarray:
+def _first_tokens(encoder: Encoder, documents: Iterable[Row], count: int) -> np.ndarray:
     """Return the first `count` tokens of the documents, or all of them if there are fewer."""
     pieces: list[np.ndarray] = []
     for document in documents:
@@ -284,6 +303,6 @@ def _first_tokens(encoder: Encoder, documents: Iterable[str], count: int) -> np.
     return np.concatenate(pieces)[:count]
 
 
-def _shuffled_documents(source: Source, seed: int) -> Iterator[str]:
+def _shuffled_documents(source: Source, seed: int) -> Iterator[Row]:
     """Yield the documents of the units, in a fixed random order."""
     return read_documents(source, [source.units[i] for i in permutation(len(source.units), seed)], Counter())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +36,7 @@ def prepare_data_of_run(
             "same folder, or give the full path"
         )
     if commit and config.dataset_revision == saved_config.get("dataset_revision"):
-        pinned = dataclasses.replace(config, dataset_revision=commit)
+        pinned = config.with_facts(dataset_revision=commit)
     is_own = config.tokenizer in ("char", AUTO) or config.tokenizer.startswith("bpe-")
     if folder and is_own and config.tokenizer == saved_config.get("tokenizer"):
         try:

@@ -194,7 +194,7 @@ def test_missing_file_offers_the_nearest_name(tmp_path):
         open_source("nowhere.txt")
 
 
-@pytest.mark.parametrize(("present", "asked"), [("corpus.bin", "corpsu.bin"), ("x.txt", "y.txt")])
+@pytest.mark.parametrize(("present", "asked"), [("corpus.pkl", "corpsu.pkl"), ("x.txt", "y.txt")])
 def test_missing_file_offers_no_file_that_is_no_help(tmp_path, present, asked):
     (tmp_path / present).write_text("x")
     with pytest.raises(UserError, match="no such file or folder; check the path"):

@@ -15,7 +15,7 @@ import os
 from typing import Any, Protocol
 
 from hfgpt.data import embedded
-from hfgpt.data.formats import jsonl, parquet, text
+from hfgpt.data.formats import jsonl, parquet, text, tokens
 from hfgpt.data.heads import FileHead, read_head
 from hfgpt.data.kinds import BadFile, file_kind
 from hfgpt.data.units import Unit
@@ -38,11 +38,11 @@ class Format(Protocol):
 
 
 # Keyed by `file_kind`.
-FORMATS: dict[str, Format] = {"parquet": parquet, "lines": jsonl, "text": text}
+FORMATS: dict[str, Format] = {"parquet": parquet, "lines": jsonl, "text": text, "tokens": tokens}
 
 
 def format_of(file: str) -> Format:
-    return embedded if file == embedded.NAME else FORMATS[file_kind(file) or ""]
+    return embedded if file == embedded.NAME else FORMATS[file_kind(file) or "tokens"]  # by content
 
 
 def inspect_file(file: str, text_column: str) -> tuple[list[Unit], int]:
