@@ -17,6 +17,7 @@ import numpy as np
 from hfgpt.config import PretrainConfig
 from hfgpt.data import embedded
 from hfgpt.data.formats import format_of
+from hfgpt.data.formats.tokens.column import has_token_columns
 from hfgpt.data.formats.tokens.reading import Vocabulary
 from hfgpt.data.kinds import file_kind
 from hfgpt.data.local_files import local_files, no_such_file
@@ -37,7 +38,8 @@ class HeldOut:
     """Validation documents, and the units or documents (of a text in memory) that remain for training.
 
     `rule` is recorded, so that a resumed run holds out the same text. `origin` is shown in the plan. `split_document`
-    is the whole document that the border of the held-out part splits. `skipped`: rows skipped while reading.
+    is the whole document that the border of the held-out part splits. `skipped`: rows skipped while reading. `copies`:
+    hashes of the validation documents as tokens, if the training text is tokens, or the other way round.
     """
 
     validation: list[Row]
@@ -47,6 +49,7 @@ class HeldOut:
     documents: list[Row]
     split_document: Row | None = None
     skipped: Counter[str] = field(default_factory=Counter)
+    copies: frozenset[int] = frozenset()
 
     @functools.cached_property
     def hashes(self) -> frozenset[int]:
@@ -55,7 +58,7 @@ class HeldOut:
     @property
     def exclude(self) -> frozenset[int]:
         """Hashes of documents that training must not see: held-out ones, and the one that was split."""
-        return self.hashes | (set() if self.split_document is None else {text_hash(self.split_document)})
+        return self.hashes | self.copies | (set() if self.split_document is None else {text_hash(self.split_document)})
 
 
 def hold_out(
@@ -108,10 +111,13 @@ def _open_eval_source(eval_dataset: str, source: Source, config: PretrainConfig)
         files = ([], []) if eval_dataset == embedded.NAME else local_files(eval_dataset)
         if files is None and "/" not in eval_dataset:
             raise no_such_file(eval_dataset)  # the name of a split, but local text has no splits
-        if not files or not any(format_of(file).HAS_COLUMNS for file in files[0]):
-            options |= {"text_column": "text", "tokens_column": None}  # the settings apply to the training text
-        if not files or not any(file_kind(file) in (None, "tokens") for file in files[0]):
-            options["tokens_dtype"] = None
+        if files:  # the settings apply to the training text
+            if not any(format_of(file).HAS_COLUMNS for file in files[0]):
+                options["text_column"] = "text"
+            if not any(map(has_token_columns, files[0])):
+                options["tokens_column"] = None
+            if not any(file_kind(file) in (None, "tokens") for file in files[0]):
+                options["tokens_dtype"] = None
         return open_source(eval_dataset, **options)
     except UserError as error:
         raise UserError(re.sub("^dataset(_split)?", "eval_dataset", str(error))) from error

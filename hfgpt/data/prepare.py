@@ -25,7 +25,7 @@ from hfgpt.data.memory_blocks import MemoryBlocks
 from hfgpt.data.permutation import permutation
 from hfgpt.data.remote import check_hub, model_files
 from hfgpt.data.sources import Source, open_source, read_documents, text_hash
-from hfgpt.data.token_tokenizer import choose_tokenizer, refuse_trained, vocabulary_of
+from hfgpt.data.token_tokenizer import choose_tokenizer, hashes_of_copies, refuse_trained, vocabulary_of
 from hfgpt.data.tokenization import load_tokenizer
 from hfgpt.data.units import IN_MEMORY_BYTES, Row
 from hfgpt.errors import UserError
@@ -97,6 +97,8 @@ def prepare_data(
     with SlowWork("reading the held-out text"):
         held_out = hold_out(config, source, documents, saved_rule, eval_vocabulary)
     skipped.update({f"eval_{reason}": count for reason, count in held_out.skipped.items()})
+    if tokenizer is not None:
+        held_out.copies = hashes_of_copies(source, held_out.validation, Encoder(make_repeatable(tokenizer)), tokenizer)
     training = dataclasses.replace(source, units=held_out.units, exclude=held_out.exclude)
     kept = [text for text in held_out.documents if text_hash(text) not in held_out.exclude]
     skipped += Counter(in_validation=len(held_out.documents) - len(kept))

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
 from hfgpt.config import PretrainConfig
 from hfgpt.data.encoding import Encoder
 from hfgpt.data.formats.tokens.reading import Vocabulary
-from hfgpt.data.sources import Source
+from hfgpt.data.sources import Source, text_hash
+from hfgpt.data.units import Row
 from hfgpt.errors import UserError
 
 LLM_C = "llm.c"  # a layout of GPT-2's tokens only
@@ -36,3 +42,11 @@ def vocabulary_of(encoder: Encoder, name: str, source: Source | None = None) -> 
         made_with = source.made_with.name or "another one"
         raise UserError(f"tokenizer={name}: the tokens were made with {made_with}; give that one")
     return Vocabulary(encoder.separator_id, encoder.rows, name)
+
+
+def hashes_of_copies(source: Source, rows: Sequence[Row], encoder: Encoder, tokenizer: Any) -> frozenset[int]:
+    """Return the hashes that texts have as tokens, if `source` has tokens, else those that tokens have as text."""
+    if source.has_tokens:
+        texts = [row for row in rows if isinstance(row, str)]
+        return frozenset(text_hash(np.array(ids, np.int32)) for ids in encoder.tokens(texts))
+    return frozenset(text_hash(tokenizer.decode(row)) for row in rows if isinstance(row, np.ndarray))

@@ -68,6 +68,10 @@ def find_column_units(file: str, tokens_column: str) -> tuple[list[Unit], int]:
     return _format_of(file).find_token_units(file, head, tokens_column), head.size_bytes
 
 
+def has_token_columns(file: str) -> bool:
+    return file_kind(file) in _FORMATS
+
+
 def _format_of(file: str) -> Any:
     try:
         return _FORMATS[file_kind(file) or ""]
