@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import struct
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import numpy as np
 import pyarrow as pa
@@ -46,7 +46,7 @@ def npy(ids: Sequence[int], dtype: str) -> bytes:
 def shards(ids: list[int], number: int = 3) -> list[list[int]]:
     """Pieces of about equal length, so that documents cross the borders."""
     borders = [len(ids) * i // number for i in range(number + 1)]
-    return [ids[start:stop] for start, stop in zip(borders, borders[1:], strict=False)]
+    return [ids[start:stop] for start, stop in pairwise(borders)]
 
 
 def files(layout: str, documents: Sequence[Sequence[int]]) -> dict[str, bytes]:

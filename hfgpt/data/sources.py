@@ -26,7 +26,7 @@ from hfgpt.data.formats import format_of, inspect_file
 from hfgpt.data.formats.text import choose_piece_characters, split_into_pieces
 from hfgpt.data.formats.tokens.column import TokenColumn, find_column_units
 from hfgpt.data.formats.tokens.opening import MadeWith, choose_kind, open_token_files, refuse_token_settings
-from hfgpt.data.formats.tokens.reading import PIECE_TOKENS, TokenFiles, Vocabulary
+from hfgpt.data.formats.tokens.reading import TokenFiles, Vocabulary
 from hfgpt.data.kinds import KNOWN, BadFile, describe_other_kind, file_kind
 from hfgpt.data.local_files import local_files
 from hfgpt.data.remote import hub_files
@@ -77,7 +77,7 @@ class Source:
         """Return the same text with txt files split into pieces, because a stream needs many documents."""
         if isinstance(self.tokens, TokenFiles):
             tokens = self.tokens.in_pieces()
-            pieces = {"token_pieces": PIECE_TOKENS} if tokens.is_in_pieces else {}
+            pieces = {"token_pieces": tokens.piece_tokens} if tokens.piece_tokens else {}
             return dataclasses.replace(self, tokens=tokens, fingerprint={**self.fingerprint, **pieces})
         text_units = [unit for unit in self.units if file_kind(unit.file) == "text"]
         size = choose_piece_characters(text_units)

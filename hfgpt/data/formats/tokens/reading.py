@@ -40,14 +40,14 @@ class Vocabulary(NamedTuple):
 class TokenFiles:
     """Files of token ids, read as documents without separators; a document may continue in the next file.
 
-    `following`: the file that continues each file. `is_in_pieces`: documents are pieces of the files, which have no
-    separators.
+    `following`: the file that continues each file. `piece_tokens`: size of the pieces that are documents, of
+    files without separators.
     """
 
     files: dict[str, TokenFile]
     following: dict[str, str] = field(default_factory=dict)
     vocabulary: Vocabulary | None = None
-    is_in_pieces: bool = False
+    piece_tokens: int | None = None
 
     @functools.cached_property
     def _before(self) -> dict[str, str]:
@@ -68,9 +68,10 @@ class TokenFiles:
         """Return these files in pieces, if the first span of one that has no index contains no separator."""
         first = next((file for file in self.files.values() if file.index is None), None)
         if first is None or self._vocabulary.separator is None:
-            return dataclasses.replace(self, is_in_pieces=first is not None)
+            return dataclasses.replace(self, piece_tokens=PIECE_TOKENS if first else None)
         ids = self._ids(first, 0, min(first.count, SPAN_TOKENS))
-        return dataclasses.replace(self, is_in_pieces=not (ids == self._vocabulary.separator).any())
+        has_separators = (ids == self._vocabulary.separator).any()
+        return dataclasses.replace(self, piece_tokens=None if has_separators else PIECE_TOKENS)
 
     def read(self, unit: Unit) -> list[Any]:
         """Return the documents that begin in a unit, as ids of the file's own type."""
@@ -80,9 +81,9 @@ class TokenFiles:
         if file.index is not None:
             ends = _datatrove_ends(file, unit.start, unit.stop)
             return self._trim(np.split(self._ids(file, int(ends[0]), int(ends[-1])), ends[1:-1] - ends[0]))
-        if self.is_in_pieces:
+        if self.piece_tokens:
             ids = self._ids(file, unit.start, unit.stop)
-            return np.array_split(ids, -(-len(ids) // PIECE_TOKENS))
+            return np.array_split(ids, -(-len(ids) // self.piece_tokens))
         return self._read_span(file, unit.start, unit.stop)
 
     @property
