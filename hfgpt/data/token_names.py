@@ -9,7 +9,7 @@ from pathlib import Path
 
 from hfgpt.data.kinds import file_kind
 
-SIDECAR = "tokens.json"  # written by `hfgpt tokenize`
+SIDECAR = "hfgpt_tokens.json"  # written by `hfgpt tokenize`
 # Files that belong to a set of tokens, but are not training text.
 COMPANION = re.compile(rf"\.ds\.(index|metadata|loss)$|(^|/){re.escape(SIDECAR)}$|(^|/)tokenizer/[^/]+$")
 _VALIDATION = re.compile(r"(?i)(^|[^a-z])val(id|idation)?([^a-z]|$)")

@@ -14,7 +14,7 @@ from hfgpt.data.formats.tokens import layouts
 from hfgpt.data.formats.tokens.layouts import TokenFile
 from hfgpt.data.formats.tokens.reading import TokenFiles, check_index, find_units
 from hfgpt.data.kinds import BadFile, file_kind
-from hfgpt.data.token_names import COMPANION, following, is_validation
+from hfgpt.data.token_names import COMPANION, SIDECAR, following, is_validation
 from hfgpt.data.units import Unit
 from hfgpt.errors import UserError
 
@@ -52,6 +52,9 @@ class TokenSet(NamedTuple):
 
 def choose_kind(files: list[str], notes: list[str], tokens_dtype: str | None) -> tuple[list[str], list[str]]:
     """Keep the token files or the files of text, and note the others. Only one kind can be used at once."""
+    for file in files:
+        if os.path.basename(file) == SIDECAR and "://" not in file:
+            _made_with(os.path.dirname(file), layouts.sidecar_of(os.path.dirname(file), os.path.exists))
     tokens = _choose_token_files(files, tokens_dtype)
     chosen = tokens or [file for file in files if file_kind(file) not in (None, "tokens")]
     others = [file for file in files if file not in {*chosen} and not COMPANION.search(file)]
