@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -76,7 +76,7 @@ def split_token_lists(file: str, column: Any) -> list[Any]:
         if chunk.values.null_count:
             raise BadFile(f"dataset: {file} has null among its token ids; write it again")
         ids, borders = chunk.values.to_numpy(), chunk.offsets.to_numpy()
-        rows += np.split(ids[borders[0] : borders[-1]], borders[1:-1] - borders[0])
+        rows += [ids[start:stop] for start, stop in itertools.pairwise(borders.tolist())]
     return [Unusable("null") if null else row for row, null in zip(rows, column.is_null().to_pylist(), strict=True)]
 
 

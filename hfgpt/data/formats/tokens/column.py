@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from hfgpt.data.formats import parquet
-from hfgpt.data.formats.tokens.reading import Vocabulary
+from hfgpt.data.formats.tokens.reading import Vocabulary, split_documents
 from hfgpt.data.heads import read_head
 from hfgpt.data.kinds import BadFile, file_kind
-from hfgpt.data.units import Unit, Unusable
+from hfgpt.data.units import Unit
 from hfgpt.errors import UserError
 
 
@@ -37,25 +37,27 @@ class TokenColumn:
         assert self.vocabulary is not None  # noqa: S101
         separator, rows = self.vocabulary.separator, _format_of(unit.file).read_tokens(unit, self.column)
         arrays = [row for row in rows if isinstance(row, np.ndarray)]
-        for ids in arrays:
-            if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < self.vocabulary.rows:
-                bad = int(ids.max()) if ids.max() >= self.vocabulary.rows else int(ids.min())
-                has = f"{self.column} of {unit.file} contains id {bad:,}"
-                last = f"its highest id is {self.vocabulary.rows - 1:,}"
-                fix = "give the tokenizer that the tokens were made with"
-                raise UserError(f"tokenizer={self.vocabulary.name}: {last}, but {has}; {fix}")
-        if separator is not None and any((ids[1:-1] == separator).any() for ids in arrays):
-            joined = np.concatenate(arrays)
-            borders = np.flatnonzero(joined == separator)
-            parts = np.split(joined, np.stack([borders, borders + 1], 1).ravel())[::2]
-            return [part for part in parts if len(part)]
-        return [self._trim(row) if isinstance(row, np.ndarray) else row for row in rows]
+        if not arrays:
+            return list(rows)
+        ids, lengths = np.concatenate(arrays), np.fromiter(map(len, arrays), np.int64, len(arrays))
+        self._check(unit, ids)
+        borders = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
+        found = np.flatnonzero(ids == separator) if separator is not None else np.zeros(0, np.int64)
+        if len(np.setdiff1d(found, [borders[:-1], borders[1:] - 1])):
+            borders = np.concatenate([np.zeros(1, np.int64), found + 1, np.full(1, len(ids))])
+            return [row for row in split_documents(ids, borders, separator) if isinstance(row, np.ndarray)]
+        documents = iter(split_documents(ids, borders, separator))
+        return [next(documents) if isinstance(row, np.ndarray) else row for row in rows]
 
-    def _trim(self, ids: np.ndarray) -> np.ndarray | Unusable:
+    def _check(self, unit: Unit, ids: np.ndarray) -> None:
+        """Raise UserError for an id that the tokenizer does not have."""
         assert self.vocabulary is not None  # noqa: S101
-        start = int(len(ids) > 0 and ids[0] == self.vocabulary.separator)
-        stop = len(ids) - int(len(ids) > start and ids[-1] == self.vocabulary.separator)
-        return ids[start:stop] if start < stop else Unusable("empty")
+        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < self.vocabulary.rows:
+            bad = int(ids.max()) if ids.max() >= self.vocabulary.rows else int(ids.min())
+            has = f"{self.column} of {unit.file} contains id {bad:,}"
+            last = f"its highest id is {self.vocabulary.rows - 1:,}"
+            fix = "give the tokenizer that the tokens were made with"
+            raise UserError(f"tokenizer={self.vocabulary.name}: {last}, but {has}; {fix}")
 
 
 # Formats with columns of lists, by `file_kind`: modules with `find_token_units` and `read_tokens`.

@@ -75,12 +75,12 @@ class TokenFiles:
 
     def read(self, unit: Unit) -> list[Any]:
         """Return the documents that begin in a unit, as ids of the file's own type."""
-        file = self.files[unit.file]
+        file, separator = self.files[unit.file], self._vocabulary.separator
         if file.layout == "Megatron":
-            return self._trim(self._read_sequences(file, *_megatron_sequences(file, unit.start, unit.stop)))
+            return self._read_sequences(file, *_megatron_sequences(file, unit.start, unit.stop))
         if file.index is not None:
             ends = _datatrove_ends(file, unit.start, unit.stop)
-            return self._trim(np.split(self._ids(file, int(ends[0]), int(ends[-1])), ends[1:-1] - ends[0]))
+            return split_documents(self._ids(file, int(ends[0]), int(ends[-1])), ends - ends[0], separator)
         if self.piece_tokens:
             ids = self._ids(file, unit.start, unit.stop)
             return np.array_split(ids, -(-len(ids) // self.piece_tokens))
@@ -152,7 +152,7 @@ class TokenFiles:
 
     def _read_sequences(
         self, file: TokenFile, borders: np.ndarray, offsets: np.ndarray, lengths: np.ndarray
-    ) -> list[np.ndarray]:
+    ) -> list[Any]:
         """Return Megatron's documents: sequences that follow each other or not."""
         if not len(lengths):
             return []
@@ -162,16 +162,17 @@ class TokenFiles:
             spans = zip(offsets.tolist(), (offsets + lengths).tolist(), strict=True)
             ids = np.concatenate([self._ids(file, *span) for span in spans])
         totals = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
-        return np.split(ids, totals[borders[1:-1] - borders[0]])
+        return split_documents(ids, totals[borders - borders[0]], self._vocabulary.separator)
 
-    def _trim(self, documents: list[np.ndarray]) -> list[Any]:
-        """Remove the separator at the begin and end of each document."""
-        separator, rows = self._vocabulary.separator, list[Any]()
-        for ids in documents:
-            start = int(len(ids) > 0 and ids[0] == separator)
-            stop = len(ids) - int(len(ids) > start and ids[-1] == separator)
-            rows.append(ids[start:stop] if start < stop else Unusable("empty"))
-        return rows
+
+def split_documents(ids: np.ndarray, borders: np.ndarray, separator: int | None) -> list[Any]:
+    """Split ids at `borders`, and remove the separator at the begin and end of each document."""
+    starts, ends = borders[:-1].copy(), borders[1:].copy()
+    if separator is not None and len(ids):
+        starts += (ids[np.minimum(starts, len(ids) - 1)] == separator) & (starts < ends)
+        ends -= (ids[np.maximum(ends, 1) - 1] == separator) & (starts < ends)
+    spans = zip(starts.tolist(), ends.tolist(), strict=True)
+    return [ids[start:end] if start < end else Unusable("empty") for start, end in spans]
 
 
 def read_array(file: str, dtype: str, offset: int, count: int) -> np.ndarray:
