@@ -26,7 +26,10 @@ Auto = Literal["auto"]
 Schedule = Literal["cosine_with_min_lr", "warmup_stable_decay", "linear", "constant", "constant_with_warmup"]
 _WITH_MIN_LR = ("cosine_with_min_lr", "warmup_stable_decay")
 # Settings that can only be checked against the text itself.
-OF_THE_TEXT = ("dataset_name", "dataset_split", "dataset_revision", "text_column", "eval_dataset", "document_masking")
+OF_THE_TEXT = (
+    *("dataset_name", "dataset_split", "dataset_revision", "text_column", "tokens_dtype", "tokens_column"),
+    *("eval_dataset", "document_masking"),
+)
 
 
 POSITIVE, NOT_NEGATIVE, FRACTION = "greater than 0", "0 or more", "at least 0 and below 1"
@@ -70,14 +73,18 @@ class PretrainConfig:
     init_from: str | None = _f(None, "weights to start from: GPT-2 folder, Hub id[@revision], or nanoGPT ckpt.pt", PATH)
     dataset: str | list[Any] = _f(
         "embedded",
-        "Hub id, local file, folder or glob (parquet, json, csv, txt, ...), or embedded; or a list of such sources, "
-        "mixed: [{dataset: .., weight: 0.7, max_epochs: 4}, ..]",
+        "Hub id, local file, folder or glob of text or tokens, or embedded; or a list of such sources, mixed: "
+        "[{dataset: .., weight: 0.7, max_epochs: 4}, ..]",
         PATH,
     )
     dataset_name: str | None = _f(None, "configuration (subset) of a Hub dataset, such as sample-10BT", NAME)
     dataset_split: str = _f("train", "split of a Hub dataset, or of a folder of save_to_disk", NAME)
     dataset_revision: str | None = _f(None, "commit, tag or branch of a Hub dataset", NAME)
     text_column: str = _f("text", "column that holds the text", NAME)
+    tokens_dtype: Literal["uint16", "uint32", "int32"] | None = _f(
+        None, "type of the ids in token files that do not state it; default for .bin: uint16"
+    )
+    tokens_column: str | None = _f(None, "column that holds lists of token ids, such as input_ids", NAME)
     stages: list[Any] | None = _f(
         None, "weights of a mixture that change: [{until_tokens: 9e9}, {weights: [0.2, 0.8]}]; the last to the end"
     )
@@ -179,6 +186,7 @@ class PretrainConfig:
     # Keys that the user set (None: all keys), and recipe values that were replaced because they conflicted with them.
     stated: ClassVar[frozenset[str] | None] = None
     gave_way: ClassVar[dict[str, GaveWay]] = {}
+    usual: ClassVar[frozenset[str]] = frozenset()  # keys that were "auto", and got the usual value
 
     def __post_init__(self) -> None:
         hints = typing.get_type_hints(type(self))
@@ -205,6 +213,7 @@ class PretrainConfig:
         for name, usual in (("model", "gpt2-125m"), ("tokenizer", "gpt2")):
             if getattr(self, name) == AUTO and self.init_from is None:
                 object.__setattr__(self, name, usual)
+                object.__setattr__(self, "usual", self.usual | {name})
         if problems := problems + self._problems(unreadable):
             raise UserError(*problems)
 
@@ -250,7 +259,7 @@ class PretrainConfig:
 
     def is_stated(self, key: str) -> bool:
         """Return whether the user set this key, rather than the recipe or the library."""
-        return self.stated is None or key in self.stated
+        return key not in self.usual and (self.stated is None or key in self.stated)
 
     def without(self, error: UserError) -> PretrainConfig:
         """Replace the recipe's value that `error` names with the library's default; raise `error` if it names none."""
@@ -266,13 +275,17 @@ class PretrainConfig:
 
     def with_facts(self, **facts: Any) -> PretrainConfig:
         """Add `facts` as if the user had set them, replacing recipe values that conflict with them."""
+        usual = self.usual - facts.keys()
         if self.stated is None:
-            return dataclasses.replace(self, **facts)
+            new = dataclasses.replace(self, **facts)
+            object.__setattr__(new, "usual", usual)
+            return new
         values = self.to_dict()
         stated = {key: values[key] for key in self.stated if key in values} | facts
         new = self.from_layers(stated, recipe=[{key: value for key, value in values.items() if key not in stated}])
         object.__setattr__(new, "gave_way", {**self.gave_way, **new.gave_way})
         object.__setattr__(new, "stated", self.stated)
+        object.__setattr__(new, "usual", usual)
         return new
 
     @classmethod

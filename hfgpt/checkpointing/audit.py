@@ -18,6 +18,7 @@ from hfgpt.data.mixture import MixedStream
 from hfgpt.data.run_text import prepare_data_of_run
 from hfgpt.data.sources import text_hash
 from hfgpt.data.stream import Origin, StepBatch, Stream, batch_hash
+from hfgpt.data.units import Unusable
 from hfgpt.errors import UserError
 from hfgpt.files import read_text_file
 from hfgpt.messages.formats import counted, shown
@@ -182,8 +183,9 @@ class _SeenDocuments:
             by_unit[unit].append((epoch, seen))
         for unit in sorted(by_unit):
             rows = everything.read(source.units[unit])
-            held_out = {i for i, row in enumerate(rows) if isinstance(row, str) and text_hash(row) in source.exclude}
-            usable = {i for i, row in enumerate(rows) if isinstance(row, str)} - held_out
+            documents = {i: row for i, row in enumerate(rows) if not isinstance(row, Unusable)}
+            held_out = {i for i, row in documents.items() if text_hash(row) in source.exclude}
+            usable = documents.keys() - held_out
             for epoch, seen in by_unit[unit]:
                 of_source = f"source {self._name}, " if self._name else ""
                 where = f"{of_source}unit {unit} ({source.units[unit].file}) in epoch {epoch}"

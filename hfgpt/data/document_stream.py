@@ -18,7 +18,7 @@ from hfgpt.data.formats import format_of
 from hfgpt.data.permutation import hashes, permutation
 from hfgpt.data.sources import Source
 from hfgpt.data.stream import SHOWN_TOKENS, Decode, Origin, StepBatch, divisors, join_batches
-from hfgpt.data.units import IN_MEMORY_BYTES, Unit, Unusable
+from hfgpt.data.units import IN_MEMORY_BYTES, Row, Unit, Unusable
 from hfgpt.errors import TextEnded, UserError
 
 MAX_STREAMS = 96
@@ -46,7 +46,7 @@ class _Text(NamedTuple):
 
     place: list[int]
     origin: tuple[int, int, int]
-    text: str
+    text: Row
     skipped: Counter[str] | None
 
 
@@ -219,5 +219,5 @@ class DocumentStream:
 
 
 @functools.lru_cache(CACHED_UNITS)
-def _read(source: Source, unit: Unit) -> list[str | Unusable]:
+def _read(source: Source, unit: Unit) -> list[Row | Unusable]:
     return source.read(unit)

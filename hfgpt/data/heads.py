@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from hfgpt.data.compression import BEGINNINGS, GZIP, NAMES, decompress_beginning, is_compressed
 from hfgpt.data.file_access import open_file
-from hfgpt.data.kinds import COMPRESSIBLE, OTHER_KINDS, SAVE_AS_TEXT, BadFile, compression, file_kind
+from hfgpt.data.kinds import COMPRESSIBLE, SAVE_AS_TEXT, BadFile, compression, file_kind
 from hfgpt.data.units import IN_MEMORY_BYTES
 
 HEAD_BYTES = 2**16
@@ -31,7 +31,7 @@ _BEGINNINGS = {
     b"\xff\xff\xff\xff": ("Arrow", "rename it to .arrow"),
     b"FEA1": ("Arrow of a version without streams", "convert it to parquet, for example with pandas.read_feather"),
     b"SQLite format 3\0": ("an SQLite database", "export its text to parquet or .jsonl"),
-    b"\x93NUMPY": OTHER_KINDS[".npy"],
+    b"\x93NUMPY": ("an array of numbers", "rename it to .npy if it holds token ids"),
 }
 # First bytes, of these, that are right for a kind of file.
 _OWN_BEGINNINGS = {"parquet": (b"PAR1",), "arrow": (b"ARROW1", b"\xff\xff\xff\xff")}
@@ -73,14 +73,14 @@ def check_head(file: str, raw: bytes, size_bytes: int) -> bytes:
     kind, packed, head = file_kind(file), compression(file), raw
     if packed and raw:
         if not is_compressed(packed, raw):
-            _refuse_beginnings(file, raw)
+            refuse_beginnings(file, raw)
             raise BadFile(
                 f"dataset: {file} cannot be read as {NAMES[packed]}, because it is not compressed; "
                 f"remove {packed} from its name"
             )
         head = decompress_beginning(packed, raw)
     if not head.startswith(_OWN_BEGINNINGS.get(kind or "", ())):
-        _refuse_beginnings(file, head)
+        refuse_beginnings(file, head)
     start = head[:1024].removeprefix(codecs.BOM_UTF8).lstrip().lower()
     is_page = start.startswith((b"<!doctype html", b"<html")) or (start.startswith(b"<?xml") and b"<error>" in start)
     if kind in ("lines", "text", "csv") and b"\0" in head[:64]:
@@ -96,7 +96,8 @@ def check_head(file: str, raw: bytes, size_bytes: int) -> bytes:
     return head
 
 
-def _refuse_beginnings(file: str, head: bytes) -> None:
+def refuse_beginnings(file: str, head: bytes) -> None:
+    """Raise BadFile for a file that begins like one of another kind."""
     for beginning, (kind, fix) in _BEGINNINGS.items():
         if head.startswith(beginning):
             raise BadFile(f"dataset: {file} is {kind}; {fix}")

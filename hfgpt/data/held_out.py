@@ -18,18 +18,20 @@ from hfgpt.config import PretrainConfig
 from hfgpt.data import embedded
 from hfgpt.data.formats import format_of
 from hfgpt.data.formats.given import find_given
+from hfgpt.data.formats.tokens.column import has_token_columns
+from hfgpt.data.kinds import file_kind
 from hfgpt.data.local_files import local_files, no_such_file
 from hfgpt.data.saved_datasets import saved_splits
 from hfgpt.data.sources import Source, open_source, read_documents, text_hash
-from hfgpt.data.units import IN_MEMORY_BYTES, Unit, Unusable
+from hfgpt.data.units import IN_MEMORY_BYTES, Row, Unit, Unusable
 from hfgpt.errors import UserError
 
-# Largest number of characters held out of a large streamed text.
+# Largest number of characters, or tokens, held out of a large streamed text.
 MAX_HELD_OUT_CHARACTERS = 8 * 2**20
 # Runs of an earlier version held out whole documents: the last ones, with a tenth of the characters in total.
 WHOLE_DOCUMENTS = "last tenth"
 
-Rows = list[str | Unusable]
+Rows = list[Row | Unusable]
 
 
 @dataclass
@@ -40,12 +42,12 @@ class HeldOut:
     is the whole document that the border of the held-out part splits. `skipped`: rows skipped while reading.
     """
 
-    validation: list[str]
+    validation: list[Row]
     rule: str
     origin: str
     units: list[Unit]
-    documents: list[str]
-    split_document: str | None = None
+    documents: list[Row]
+    split_document: Row | None = None
     skipped: Counter[str] = field(default_factory=Counter)
 
     @functools.cached_property
@@ -55,13 +57,25 @@ class HeldOut:
     @property
     def exclude(self) -> frozenset[int]:
         """Hashes of documents that training must not see: held-out ones, and the one that was split."""
-        return self.hashes | ({text_hash(self.split_document)} if self.split_document else set())
+        return self.hashes | (set() if self.split_document is None else {text_hash(self.split_document)})
+
+    @property
+    def whole_documents(self) -> list[Row]:
+        """The documents of `exclude`."""
+        return self.validation + ([] if self.split_document is None else [self.split_document])
 
 
-def hold_out(config: PretrainConfig, source: Source, documents: list[str] | None, saved_rule: str | None) -> HeldOut:
+def hold_out(
+    config: PretrainConfig,
+    source: Source,
+    documents: list[Row] | None,
+    saved_rule: str | None,
+    readable: Callable[[Source, str], Source],
+) -> HeldOut:
     """Hold out validation text.
 
     `documents`: all of the text if it is in memory, None for a stream. `saved_rule`: the rule of a run being resumed.
+    `readable`: returns a source that can be read, for an `eval_dataset` of tokens, and a name of it for messages.
     """
     if isinstance(config.eval_dataset, dict):  # named texts, which are read once for all sources
         return HeldOut([], "eval_dataset", "eval_dataset", source.units, documents or [])
@@ -69,17 +83,30 @@ def hold_out(config: PretrainConfig, source: Source, documents: list[str] | None
         # A document has at least one token, so these are enough documents.
         enough = None if config.eval_tokens is None else config.eval_tokens + 1
         eval_source, skipped = _open_eval_source(config.eval_dataset, source, config), Counter[str]()
+        eval_source = readable(eval_source, f"eval_dataset={config.eval_dataset}")
         validation = list(islice(read_documents(eval_source, eval_source.units, skipped), enough))
         rule = f"eval_dataset {eval_source.fingerprint.get('hash', config.eval_dataset)}"
         origin, units = eval_source.description, source.units
         return HeldOut(validation, rule, origin, units, documents or [], skipped=skipped)
+    if source.validation:
+        return _hold_out_named(source, documents, config.eval_tokens)
     if documents is not None:
         return _hold_out_in_memory(source, documents, saved_rule)
     return _hold_out_of_stream(source)
 
 
-def open_evaluation_text(name: str, settings: dict[str, Any], config: PretrainConfig, source: Source | None) -> HeldOut:
-    """Read a named evaluation text. `source`: the training text, if there is one, whose splits are names, too."""
+def open_evaluation_text(
+    name: str,
+    settings: dict[str, Any],
+    config: PretrainConfig,
+    source: Source | None,
+    readable: Callable[[Source, str], Source],
+) -> HeldOut:
+    """Read a named evaluation text. `source`: the training text, if there is one, whose splits are names, too.
+
+    `readable`: see `hold_out`.
+    """
+    where = f"eval_dataset.{name}" if name else "eval_dataset"
     skipped, enough = Counter[str](), None if config.eval_tokens is None else config.eval_tokens + 1
     try:
         if source is not None and settings.keys() == {"dataset"}:
@@ -90,8 +117,8 @@ def open_evaluation_text(name: str, settings: dict[str, Any], config: PretrainCo
             hub = own.dataset_name, own.dataset_split, own.dataset_revision
             opened = open_source(own.dataset, *hub, **source_options(own))
     except UserError as error:
-        where = f"eval_dataset.{name}" if name else "eval_dataset"
         raise UserError(re.sub("^(eval_)?dataset(_split)?", where, str(error))) from error
+    opened = readable(opened, f"{where}={settings['dataset']}")
     validation = list(islice(read_documents(opened, opened.units, skipped), enough))
     fingerprint = opened.fingerprint
     rule = f"eval_dataset {fingerprint.get('hash') or [fingerprint.get(key) for key in ('dataset', 'split', 'commit')]}"
@@ -103,6 +130,8 @@ def source_options(config: PretrainConfig) -> dict[str, Any]:
         "text_column": config.text_column,
         "patience_seconds": config.stream_timeout,
         "skip_bad_files": config.on_bad_files == "skip",
+        "tokens_dtype": config.tokens_dtype,
+        "tokens_column": config.tokens_column,
     }
 
 
@@ -122,14 +151,35 @@ def _open_eval_source(eval_dataset: str, source: Source, config: PretrainConfig)
         files = ([], []) if eval_dataset == embedded.NAME else local_files(eval_dataset)
         if files is None and "/" not in eval_dataset:
             raise no_such_file(eval_dataset)  # the name of a split, but local text has no splits
-        if files and not any(format_of(file).HAS_COLUMNS for file in files[0]):
-            options["text_column"] = "text"  # the setting applies to the training text
+        if files:  # the settings apply to the training text
+            if not any(format_of(file).HAS_COLUMNS for file in files[0]):
+                options["text_column"] = "text"
+            if not any(map(has_token_columns, files[0])):
+                options["tokens_column"] = None
+            if not any(file_kind(file) in (None, "tokens") for file in files[0]):
+                options["tokens_dtype"] = None
         return open_source(eval_dataset, **options)
     except UserError as error:
         raise UserError(re.sub("^dataset(_split)?", "eval_dataset", str(error))) from error
 
 
-def _hold_out_in_memory(source: Source, documents: list[str], saved_rule: str | None) -> HeldOut:
+def _hold_out_named(source: Source, documents: list[Row] | None, eval_tokens: int | None) -> HeldOut:
+    """Hold out what the names of the files call validation, up to `eval_tokens` or 8 Mi tokens."""
+    files = sorted({unit.file for unit in source.validation})
+    rule = f"held out: {', '.join(os.path.basename(file) for file in files)}"
+    held_out = HeldOut([], rule, rule, source.units, documents or [])
+    wanted = MAX_HELD_OUT_CHARACTERS if eval_tokens is None else eval_tokens + 1
+    for document in read_documents(source, source.validation, held_out.skipped):
+        held_out.validation.append(document)
+        wanted -= len(document)
+        if wanted <= 0:
+            break
+    if not held_out.validation:
+        raise no_documents(f"dataset={source.description}: {rule}", held_out.skipped)
+    return held_out
+
+
+def _hold_out_in_memory(source: Source, documents: list[Row], saved_rule: str | None) -> HeldOut:
     split_document = None
     if saved_rule == WHOLE_DOCUMENTS and len(documents) > 1:
         rule = WHOLE_DOCUMENTS
@@ -137,7 +187,7 @@ def _hold_out_in_memory(source: Source, documents: list[str], saved_rule: str | 
         first = max(1, len(documents) - 1 - int(np.searchsorted(10 * characters, characters[-1])))
         training, validation = documents[:first], documents[first:]
     else:
-        rule = saved_rule if saved_rule == WHOLE_DOCUMENTS else "last tenth of the characters"
+        rule = saved_rule if saved_rule == WHOLE_DOCUMENTS else f"last tenth of the {_unit(source)}"
         ends = np.cumsum([len(text) for text in documents])
         border = int(0.9 * int(ends[-1]))
         first = int(np.searchsorted(ends, border, "right"))
@@ -146,7 +196,7 @@ def _hold_out_in_memory(source: Source, documents: list[str], saved_rule: str | 
         head = [split_document[:character]] if character else []
         training, validation = documents[:first] + head, [split_document[character:], *documents[first + 1 :]]
     share = _percent(sum(map(len, validation)), sum(map(len, documents)))
-    origin = f"held out: the last tenth of the text ({share} of the characters)"
+    origin = f"held out: the last tenth of the text ({share} of the {_unit(source)})"
     return HeldOut(validation, rule, origin, source.units, training, split_document)
 
 
@@ -157,9 +207,10 @@ class _Border(NamedTuple):
     row: int
     character: int = 0
     share: str = ""
+    unit_of_length: str = "character"
 
     def rule(self) -> str:
-        character = f", character {self.character}" if self.character else ""
+        character = f", {self.unit_of_length} {self.character}" if self.character else ""
         return f"held out: unit {self.unit} from row {self.row}{character} on"
 
 
@@ -195,7 +246,7 @@ def _find_border(source: Source, read: Callable[[Unit], Rows]) -> _Border:
     skipped = Counter[str]()
     for i in reversed(range(len(source.units))):
         rows = read(source.units[i])
-        lengths[i] = [len(row) if isinstance(row, str) else 0 for row in rows]
+        lengths[i] = [0 if isinstance(row, Unusable) else len(row) for row in rows]
         skipped.update(row.reason for row in rows if isinstance(row, Unusable))
         read_bytes += source.units[i].size_bytes
         characters += sum(lengths[i])
@@ -207,17 +258,21 @@ def _find_border(source: Source, read: Callable[[Unit], Rows]) -> _Border:
                 break
     if not characters:
         raise no_documents(f"dataset={source.description}", skipped)
-    share = f" ({'about ' * (len(lengths) < len(source.units))}{_percent(wanted, total)} of the characters)"
+    share = f" ({'about ' * (len(lengths) < len(source.units))}{_percent(wanted, total)} of the {_unit(source)})"
     for i, of_unit in lengths.items():
         for row in reversed(range(len(of_unit))):
             if of_unit[row] >= wanted:
-                return _Border(i, row, of_unit[row] - wanted, share)
+                return _Border(i, row, of_unit[row] - wanted, share, _unit(source)[:-1])
             wanted -= of_unit[row]
     raise AssertionError("the text has fewer characters than were counted")
 
 
 def no_documents(text: str, skipped: Counter[str]) -> UserError:
     return UserError(f"{text}: contains no usable document" + (f" (skipped: {dict(skipped)})" if skipped else ""))
+
+
+def _unit(source: Source) -> str:
+    return "tokens" if source.has_tokens else "characters"
 
 
 def _percent(part: int, whole: int) -> str:

@@ -15,10 +15,11 @@ KINDS = {
     **dict.fromkeys([".csv", ".tsv"], "csv"),
     **dict.fromkeys([".arrow", ".feather"], "arrow"),
     ".tar": "tar",
+    **dict.fromkeys([".bin", ".npy", ".ds", ".idx"], "tokens"),
 }
 # Kinds that are read in any order and compress their content themselves; others may be compressed as a whole.
 COMPRESSIBLE = ("lines", "text", "csv", "tar")
-KNOWN = "parquet, arrow, jsonl, json, csv, tsv, txt or tar (the last six also .gz, .zst, .xz, .bz2)"
+KNOWN = "parquet, arrow, jsonl, json, csv, tsv, txt, tar (the last six also .gz, .zst, .xz, .bz2) or token"
 SAVE_AS_TEXT = "save its text as .txt or .jsonl"
 # Suffixes that are not supported: what the file is, and the fix.
 OTHER_KINDS = {
@@ -28,7 +29,7 @@ OTHER_KINDS = {
     **dict.fromkeys([".html", ".htm", ".xml"], ("markup", SAVE_AS_TEXT)),
     **dict.fromkeys([".pdf", ".docx", ".doc", ".odt", ".rtf", ".epub"], ("a formatted document", SAVE_AS_TEXT)),
     **dict.fromkeys([".xlsx", ".xls", ".ods"], ("a spreadsheet", "save it as parquet or .jsonl")),
-    **dict.fromkeys([".npy", ".npz", ".bin", ".pt", ".pkl"], ("arrays, not text", "give the text itself")),
+    **dict.fromkeys([".npz", ".pt", ".pkl"], ("arrays, not text", "give the text itself")),
 }
 
 

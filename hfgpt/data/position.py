@@ -15,6 +15,7 @@ SETTINGS = {
     "dataset.commit": "dataset_revision, as commit",
     "dataset.text_column": "text_column",
     "dataset.text_pieces": "characters per piece of a txt file",
+    "dataset.tokens": "layout of the token files",
     "held_out": "eval_dataset or the hold-out rule",
     "held_out.hash": "validation text (eval_tokens, eval_dataset)",
     "blocks_per_step": "tokens_per_step, in blocks of sequence_length",

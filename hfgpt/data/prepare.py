@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import chain
@@ -18,21 +18,17 @@ from transformers import PreTrainedTokenizerFast
 
 from hfgpt.config import PretrainConfig
 from hfgpt.data.document_stream import DocumentStream
-from hfgpt.data.encoding import Document, Encoder, describe_skipped, first_documents, first_tokens, make_repeatable
+from hfgpt.data.encoding import Document, Encoder, describe_skipped, first_documents, first_tokens
 from hfgpt.data.held_out import HeldOut, hold_out, no_documents, source_options
 from hfgpt.data.memory_blocks import MemoryBlocks
 from hfgpt.data.mixture import MixedStream
 from hfgpt.data.permutation import permutation
-from hfgpt.data.remote import check_hub, model_files
+from hfgpt.data.run_tokenizer import RunTokenizer
 from hfgpt.data.sources import Source, open_source, read_documents, text_hash
-from hfgpt.data.tokenization import load_tokenizer
-from hfgpt.data.units import IN_MEMORY_BYTES
+from hfgpt.data.units import IN_MEMORY_BYTES, Row
 from hfgpt.errors import UserError
-from hfgpt.files import has_tokenizer
 from hfgpt.messages.formats import counted
 from hfgpt.messages.slow_progress import SlowWork
-from hfgpt.model.configuration_gpt2 import model_fields
-from hfgpt.settings.field_types import AUTO
 
 CHARACTER_SCAN_BYTES = 256 * 2**20
 # Compressed files are held in memory if they unpack to at most this many times IN_MEMORY_BYTES.
@@ -47,7 +43,8 @@ class TextData:
     `validation_bytes`: UTF-8 bytes of all validation tokens except the first; None if unknown. `description`: lines for
     the plan. `skipped`: rows skipped so far, and what the tokenizer does not represent, by reason; a document stream
     counts its own with each step. `validation_documents`: number of different ones. `named_validation`: the parts of
-    `validation` that are evaluated by name, each with its bytes.
+    `validation` that are evaluated by name, each with its bytes. `tokenizer_name`: the setting, or what tokens that are
+    ready name as theirs.
     """
 
     tokenizer: PreTrainedTokenizerFast
@@ -58,6 +55,7 @@ class TextData:
     description: list[str]
     skipped: Counter[str]
     validation_documents: int
+    tokenizer_name: str
     named_validation: dict[str, tuple[np.ndarray, int | None]] = field(default_factory=dict)
 
 
@@ -70,7 +68,7 @@ class OpenText:
 
     config: PretrainConfig
     source: Source
-    documents: list[str] | None
+    documents: list[Row] | None
     held_out: HeldOut
     training: Source
     skipped: Counter[str]
@@ -83,20 +81,29 @@ class OpenText:
         self.held_out.documents = kept
 
 
-def open_text(config: PretrainConfig, has_tokenizer: bool, saved_rule: str | None) -> OpenText:
-    """Open the text, decide whether it is held in memory, and hold out validation text."""
-    source = _open_training_source(config)
-    in_memory = not config.streaming
-    if config.streaming == "auto":
-        in_memory = _fits_memory(source)
-    if config.tokenizer == "char" and not has_tokenizer and source.size_bytes > CHARACTER_SCAN_BYTES:
+def exclude_evaluated(texts: Sequence[OpenText], evaluated: Iterable[HeldOut], tokenizer: RunTokenizer) -> None:
+    """Leave out documents of evaluation texts from training, also where one has the tokens of what the other has."""
+    evaluated = list(evaluated)
+    hashes = frozenset[int]().union(*(held_out.exclude for held_out in evaluated))
+    rows = [row for held_out in evaluated for row in held_out.whole_documents]
+    kinds = {text.source.has_tokens for text in texts}
+    copies = {has_tokens: tokenizer.hashes_of_copies(rows, as_tokens=has_tokens) for has_tokens in kinds}
+    for text in texts:
+        text.exclude(hashes | copies[text.source.has_tokens])
+
+
+def open_text(config: PretrainConfig, source: Source, tokenizer: RunTokenizer, saved_rule: str | None) -> OpenText:
+    """Decide whether the text of an opened source is held in memory, and hold out validation text."""
+    source = tokenizer.readable(source, f"dataset={config.dataset}")
+    in_memory = _fits_memory(source) if config.streaming == "auto" else not config.streaming
+    if config.tokenizer == "char" and not tokenizer.is_loaded and source.size_bytes > CHARACTER_SCAN_BYTES:
         raise UserError("tokenizer=char: needs all of the text in memory, and this text is too large; use bpe-4096")
     if not in_memory:
         source = source.split_for_stream()
     skipped = +Counter(bad_file=source.skipped_files)
     documents = _read_all(config, source, skipped) if in_memory else None
     with SlowWork("reading the held-out text"):
-        held_out = hold_out(config, source, documents, saved_rule)
+        held_out = hold_out(config, source, documents, saved_rule, tokenizer.readable)
     skipped.update({f"eval_{reason}": count for reason, count in held_out.skipped.items()})
     training = dataclasses.replace(source, units=held_out.units)
     return OpenText(config, source, documents, held_out, training, skipped)
@@ -125,10 +132,11 @@ def prepare_data(
     document, nor an exact copy of one. `saved_rule`: the hold-out rule of a run being resumed. Raises UserError for
     text that is missing or unusable. Writes nothing.
     """
-    text = open_text(config, tokenizer is not None, saved_rule)
-    text.exclude(text.held_out.exclude)
-    tokenizer = tokenizer or load_tokenizer_of(config, [text])
-    encoder = make_encoder(config, tokenizer)
+    source = open_training_source(config)
+    of_run = RunTokenizer(config, {"": source}, tokenizer)
+    text = open_text(config := of_run.config, source, of_run, saved_rule)
+    exclude_evaluated([text], [text.held_out], of_run)
+    tokenizer, encoder = of_run.load(documents_for_tokenizer(config, [text])), of_run.encoder
     train, how = build_stream(text, encoder, blocks_per_step)
     source, held_out, skipped, shuffled = text.source, text.held_out, text.skipped, shuffled_documents(text)
     validation, validation_bytes, lines = encode_validation(config, encoder, held_out, skipped)
@@ -140,17 +148,18 @@ def prepare_data(
         validation_bytes=validation_bytes,
         description=[
             source.description,
-            describe_tokenizer(config, tokenizer, encoder.rows),
+            of_run.describe(),
             f"training: {how}",
             *lines,
             *(f"so far, {line}" for line in describe_skipped(skipped)),
         ],
         skipped=skipped,
         validation_documents=len(held_out.hashes),
+        tokenizer_name=config.tokenizer,
     )
 
 
-def _open_training_source(config: PretrainConfig) -> Source:
+def open_training_source(config: PretrainConfig) -> Source:
     assert isinstance(config.dataset, str)  # noqa: S101 the settings of one text
     dataset = Path(config.dataset)
     if dataset.is_dir() and Path(config.output_dir).resolve().is_relative_to(dataset.resolve()):
@@ -167,7 +176,7 @@ def _fits_memory(source: Source) -> bool:
     return source.is_local and is_small
 
 
-def _read_all(config: PretrainConfig, source: Source, skipped: Counter[str]) -> list[str]:
+def _read_all(config: PretrainConfig, source: Source, skipped: Counter[str]) -> list[Row]:
     with SlowWork("reading the text", "documents") as work:
         documents = list(work.count(read_documents(source, source.units, skipped)))
     if not documents:
@@ -175,55 +184,24 @@ def _read_all(config: PretrainConfig, source: Source, skipped: Counter[str]) -> 
     return documents
 
 
-def load_tokenizer_of(config: PretrainConfig, opened: list[OpenText]) -> PreTrainedTokenizerFast:
-    """Load the tokenizer, or train it: char on the whole texts, bpe-N on their training parts."""
-    name = config.tokenizer
-    texts = chain.from_iterable(_documents_for_tokenizer(text, name == "char") for text in opened)
-    if name == AUTO and config.init_from is not None:
-        files = model_files(config.init_from)
-        if not has_tokenizer(files):
-            hint = "gpt2 for nanoGPT's 50,304 rows, char for its character models"
-            raise UserError(f"init_from={config.init_from}: has no tokenizer of its own; set --tokenizer ({hint})")
-        name = str(files)
-    is_trained = name == "char" or name.startswith("bpe-")
-    if not (is_trained or os.path.exists(name)):
-        check_hub(f"tokenizer={name}", name)
-    what, unit = ("training", "documents") if is_trained else ("loading", "")
-    with SlowWork(f"{what} the tokenizer {name}", unit) as work:
-        return load_tokenizer(name, lambda: work.count(texts), model_fields(config.model).get("n_positions", 1024))
+def documents_for_tokenizer(config: PretrainConfig, texts: Iterable[OpenText]) -> Iterable[Row]:
+    """Return the documents that a tokenizer is trained on: the whole texts for char, their training parts for bpe-N."""
+    return chain.from_iterable(_documents_for_tokenizer(text, config.tokenizer == "char") for text in texts)
 
 
-def _documents_for_tokenizer(text: OpenText, whole: bool) -> Iterable[str]:
+def _documents_for_tokenizer(text: OpenText, whole: bool) -> Iterable[Row]:
     if text.documents is not None:
         return text.documents if whole else text.held_out.documents
     # Units in random order, so that the first ones are a representative sample.
     return _shuffled_documents(text.source if whole else text.training, text.config.seed)
 
 
-def shuffled_documents(text: OpenText) -> Iterable[str]:
+def shuffled_documents(text: OpenText) -> Iterable[Row]:
     """Return the training documents in a fixed random order."""
     if text.documents is None:
         return _shuffled_documents(text.training, text.config.seed)
     kept = text.held_out.documents
     return (kept[i] for i in permutation(len(kept), text.config.seed))
-
-
-def make_encoder(config: PretrainConfig, tokenizer: PreTrainedTokenizerFast) -> Encoder:
-    encoder = Encoder(make_repeatable(tokenizer))
-    if config.document_masking and encoder.separator_id is None:
-        raise UserError(f"document_masking: tokenizer={config.tokenizer} puts no end-of-text between documents")
-    if encoder.separator_is_text:
-        raise UserError(
-            f"tokenizer={config.tokenizer}: its end-of-text (eos) is {tokenizer.eos_token!r}, a character of ordinary "
-            "text, which would end documents; give it an eos_token that is not in the text"
-        )
-    return encoder
-
-
-def describe_tokenizer(config: PretrainConfig, tokenizer: PreTrainedTokenizerFast, rows: int) -> str:
-    highest = f" with ids up to {rows - 1:,}" if rows > len(tokenizer) else ""
-    named = "of init_from" if config.tokenizer == AUTO else config.tokenizer
-    return f"tokenizer: {named}, {len(tokenizer):,} entries{highest}"
 
 
 def _fingerprint(
@@ -246,7 +224,7 @@ def _shape(fingerprint: dict[str, Any]) -> dict[str, int]:
 
 
 def _memory_blocks(
-    encoder: Encoder, texts: list[str], fingerprint: dict[str, Any], skipped: Counter[str]
+    encoder: Encoder, texts: list[Row], fingerprint: dict[str, Any], skipped: Counter[str]
 ) -> tuple[MemoryBlocks, str]:
     """Return the stream of a text in memory, and its description. Counts what the tokenizer loses in `skipped`."""
     documents = _encode(encoder, texts)
@@ -292,7 +270,7 @@ def encode_validation(
     return tokens, None if lengths is None else int(lengths[1 : len(tokens)].sum()), lines
 
 
-def _encode(encoder: Encoder, texts: list[str]) -> list[Document]:
+def _encode(encoder: Encoder, texts: list[Row]) -> list[Document]:
     groups = [texts[start : start + 64] for start in range(0, len(texts), 64)]
     # Encoding releases the interpreter lock.
     with ThreadPoolExecutor(os.cpu_count()) as pool, SlowWork("tokenizing", "documents", len(texts)) as work:
@@ -303,6 +281,6 @@ def _losses(documents: list[Document]) -> Counter[str]:
     return sum((document.lost for document in documents if document.lost), Counter[str]())
 
 
-def _shuffled_documents(source: Source, seed: int) -> Iterator[str]:
+def _shuffled_documents(source: Source, seed: int) -> Iterator[Row]:
     """Yield the documents of the units, in a fixed random order."""
     return read_documents(source, [source.units[i] for i in permutation(len(source.units), seed)], Counter())

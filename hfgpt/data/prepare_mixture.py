@@ -22,6 +22,7 @@ from hfgpt.data.memory_blocks import MemoryBlocks
 from hfgpt.data.mixture import MixedStream
 from hfgpt.data.position import SOURCE
 from hfgpt.data.prepare import OpenText, TextData
+from hfgpt.data.run_tokenizer import RunTokenizer
 from hfgpt.errors import UserError
 from hfgpt.settings.mixture import MixtureSource
 
@@ -48,13 +49,14 @@ def prepare_data(
         return prepare.prepare_data(
             config, blocks_per_step, tokenizer, saved_rule if isinstance(saved_rule, str) else None
         )
-    opened = _open_sources(config, tokenizer is not None, saved_rule if isinstance(saved_rule, dict) else {})
-    texts, evaluated = list(opened.values()), _evaluation_texts(config, opened)
-    hashes = frozenset[int]().union(*(text.exclude for text in evaluated.values()))
-    for text in texts:
-        text.exclude(hashes)
-    tokenizer = tokenizer or prepare.load_tokenizer_of(config, texts)
-    encoder = prepare.make_encoder(config, tokenizer)
+    rules = saved_rule if isinstance(saved_rule, dict) else {}
+    sources = _of_each(config, lambda name, own: prepare.open_training_source(own))
+    of_run = RunTokenizer(config, sources, tokenizer)
+    config = of_run.config
+    opened = _of_each(config, lambda name, own: prepare.open_text(own, sources[name], of_run, rules.get(name)))
+    texts, evaluated = list(opened.values()), _evaluation_texts(config, opened, of_run)
+    prepare.exclude_evaluated(texts, evaluated.values(), of_run)
+    tokenizer, encoder = of_run.load(prepare.documents_for_tokenizer(config, texts)), of_run.encoder
     streams, how = Streams(), []
     for name, text in opened.items():
         streams[name], of_stream = _named(_source(name), partial(prepare.build_stream, text, encoder, blocks_per_step))
@@ -80,13 +82,14 @@ def prepare_data(
         validation_bytes=named[""][1] if "" in named else None,
         description=[
             *(f"{_prefix(name)}{text.source.description}" for name, text in opened.items()),
-            prepare.describe_tokenizer(config, tokenizer, encoder.rows),
+            of_run.describe(),
             *how,
             *lines,
             *(f"so far, {line}" for line in describe_skipped(skipped)),
         ],
         skipped=skipped,
         validation_documents=len(frozenset[int]().union(*(text.hashes for text in evaluated.values()))),
+        tokenizer_name=config.tokenizer,
         named_validation={} if "" in named else named,
     )
 
@@ -109,39 +112,46 @@ def _named(name: str, make: Callable[[], T]) -> T:
         raise UserError(*(f"{name}: {problem}" for problem in error.problems)) from error
 
 
-def _open_sources(config: PretrainConfig, has_tokenizer: bool, saved_rules: dict[str, str]) -> dict[str, OpenText]:
-    """Open all sources by name, or the only text, without a name. Raises the problems of all of them at once."""
+def _of_each(config: PretrainConfig, make: Callable[[str, PretrainConfig], T]) -> dict[str, T]:
+    """Call `make` with the name and settings of each source, or of the only text, whose name is empty.
+
+    Raises the problems of all of them at once.
+    """
     sources = config.mixture.sources if config.mixture else [MixtureSource("", {})]
-    opened: dict[str, OpenText] = {}
+    made: dict[str, T] = {}
     problems: list[str] = []
     for source in sources:
-        own, rule = config.of_text(source.settings) if config.mixture else config, saved_rules.get(source.name)
+        own = config.of_text(source.settings) if config.mixture else config
         try:
-            opened[source.name] = _named(_source(source.name), partial(prepare.open_text, own, has_tokenizer, rule))
+            made[source.name] = _named(_source(source.name), partial(make, source.name, own))
         except UserError as error:
             if not config.mixture:
                 raise
             problems += error.problems
     if problems:
         raise UserError(*problems)
-    return opened
+    return made
 
 
-def _evaluation_texts(config: PretrainConfig, opened: dict[str, OpenText]) -> dict[str, HeldOut]:
+def _evaluation_texts(
+    config: PretrainConfig, opened: dict[str, OpenText], tokenizer: RunTokenizer
+) -> dict[str, HeldOut]:
     """Return the evaluation texts by name: those of `eval_dataset`, or what was held out of each source."""
     if config.eval_dataset is None:
         return {name: text.held_out for name, text in opened.items()}
     if isinstance(config.eval_dataset, dict):
         only = None if config.mixture else opened[""].source
         named = config.evaluation_texts.items()
-        return {name: open_evaluation_text(name, settings, config, only) for name, settings in named}
+        return {
+            name: open_evaluation_text(name, settings, config, only, tokenizer.readable) for name, settings in named
+        }
     name = config.eval_dataset
     if name != embedded.NAME and local_files(name) is None and "/" not in name:
         raise UserError(
             f"eval_dataset={name}: no such file or folder; for a split of one of the sources, give "
             f"{{{name}: {{dataset: .., dataset_split: {name}}}}}"
         )
-    return {"": open_evaluation_text("", {"dataset": name}, config, None)}
+    return {"": open_evaluation_text("", {"dataset": name}, config, None, tokenizer.readable)}
 
 
 def _combine(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +46,7 @@ def prepare_data_of_run(
         if commit is None and config.dataset == saved_config.get("dataset"):
             _check_still_there(config.dataset)
         if commit and config.dataset_revision == saved_config.get("dataset_revision"):
-            pinned = dataclasses.replace(config, dataset_revision=commit)
+            pinned = config.with_facts(dataset_revision=commit)
     is_own = config.tokenizer in ("char", AUTO) or config.tokenizer.startswith("bpe-")
     if folder and is_own and config.tokenizer == saved_config.get("tokenizer"):
         try:
@@ -95,4 +94,4 @@ def _pin_sources(config: PretrainConfig, saved_config: dict[str, Any], fingerpri
             _check_still_there(source.settings["dataset"])
         is_same = saved and commit and saved.get("dataset_revision") == now.get("dataset_revision")
         sources.append({**now, "name": source.name, **({"dataset_revision": commit} if is_same else {})})
-    return dataclasses.replace(config, dataset=sources)
+    return config.with_facts(dataset=sources)

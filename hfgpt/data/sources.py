@@ -10,13 +10,14 @@ import dataclasses
 import logging
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import xxhash
 
 from hfgpt.data import embedded
@@ -24,10 +25,13 @@ from hfgpt.data.converted import describe_commit, readable_hub_files
 from hfgpt.data.file_access import open_file, read_file
 from hfgpt.data.formats import format_of, given, inspect_file
 from hfgpt.data.formats.text import choose_piece_characters, split_into_pieces
+from hfgpt.data.formats.tokens.column import TokenColumn, find_column_units
+from hfgpt.data.formats.tokens.opening import MadeWith, choose_kind, open_token_files, refuse_token_settings
+from hfgpt.data.formats.tokens.reading import TokenFiles, Vocabulary
 from hfgpt.data.kinds import BadFile, file_kind
 from hfgpt.data.local_files import local_files
 from hfgpt.data.saved_datasets import find_saved_files
-from hfgpt.data.units import Unit, Unusable
+from hfgpt.data.units import Row, Unit, Unusable
 from hfgpt.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -43,7 +47,8 @@ class Source:
     """Text as units of rows. It can be pickled, and reading does not change it.
 
     `exclude`: `text_hash` of documents to skip. `skipped_files`: number of files left out when it was opened. `given`:
-    a `datasets.Dataset` that is read instead of files.
+    a `datasets.Dataset` whose text is read instead of files. `tokens`: how token ids are read, if it has these instead
+    of text; `made_with`: the tokenizer that they name. `validation`: units that are validation text by their names.
     """
 
     units: list[Unit]
@@ -57,9 +62,25 @@ class Source:
     skip_bad_files: bool = False
     skipped_files: int = 0
     given: Any = None
+    tokens: TokenFiles | TokenColumn | None = None
+    made_with: MadeWith = MadeWith()
+    validation: list[Unit] = field(default_factory=list)
+
+    @property
+    def has_tokens(self) -> bool:
+        return self.tokens is not None
+
+    def with_vocabulary(self, vocabulary: Vocabulary) -> Source:
+        """Return the same tokens, which can be read only after this. Raises UserError if their ids do not fit."""
+        assert self.tokens is not None  # noqa: S101
+        return dataclasses.replace(self, tokens=self.tokens.check(vocabulary))
 
     def split_for_stream(self) -> Source:
         """Return the same text with txt files split into pieces, because a stream needs many documents."""
+        if isinstance(self.tokens, TokenFiles):
+            tokens = self.tokens.in_pieces()
+            pieces = {"token_pieces": tokens.piece_tokens} if tokens.piece_tokens else {}
+            return dataclasses.replace(self, tokens=tokens, fingerprint={**self.fingerprint, **pieces})
         text_units = [unit for unit in self.units if file_kind(unit.file) == "text"]
         size = choose_piece_characters(text_units)
         if size is None:
@@ -68,7 +89,7 @@ class Source:
         fingerprint = {**self.fingerprint, "text_pieces": size}
         return dataclasses.replace(self, units=[*chain(*split)], fingerprint=fingerprint)
 
-    def read(self, unit: Unit) -> list[str | Unusable]:
+    def read(self, unit: Unit) -> list[Row | Unusable]:
         """Return all rows of a unit, in file order.
 
         Raises BadFile if the whole file cannot be read, RunError if the network fails for too long.
@@ -81,18 +102,23 @@ class Source:
             logger.warning("left out: %s", error)
             return [Unusable("bad_file")]
 
-    def _read_rows(self, unit: Unit) -> list[str | Unusable]:
-        if self.given is not None:
+    def _read_rows(self, unit: Unit) -> list[Row | Unusable]:
+        if self.tokens is not None:
+            rows = self.tokens.read(unit)[: unit.rows]
+        elif self.given is not None:
             rows = given.read_rows(unit, self.text_column, self.given)[: unit.rows]
         else:
             rows = format_of(unit.file).read_rows(unit, self.text_column)[: unit.rows]
         last = [self._document(row, unit.characters) for row in rows[-1:]]
         return [*(self._document(row) for row in rows[:-1]), *last]
 
-    def _document(self, row: Any, characters: int | None = None) -> str | Unusable:
+    def _document(self, row: Any, characters: int | None = None) -> Row | Unusable:
         """Return the document in a row (its first `characters`), or an `Unusable` with the reason."""
         if isinstance(row, Unusable):
             return row
+        if isinstance(row, np.ndarray):
+            row = row[:characters]
+            return Unusable("in_validation") if self.exclude and text_hash(row) in self.exclude else row
         try:
             text = row.decode() if isinstance(row, bytes) else row
             if not isinstance(text, str):
@@ -107,7 +133,7 @@ class Source:
             return Unusable("lone_surrogate")
 
 
-def read_documents(source: Source, units: Iterable[Unit], skipped: Counter[str]) -> Iterator[str]:
+def read_documents(source: Source, units: Iterable[Unit], skipped: Counter[str]) -> Iterator[Row]:
     """Yield the documents of these units; count rows without one in `skipped`, by reason."""
     for row in chain.from_iterable(map(source.read, units)):
         if isinstance(row, Unusable):
@@ -116,9 +142,9 @@ def read_documents(source: Source, units: Iterable[Unit], skipped: Counter[str])
             yield row
 
 
-def text_hash(text: str) -> int:
-    """Return the xxh3_64 hash of the UTF-8 bytes of a text."""
-    return xxhash.xxh3_64_intdigest(text.encode())
+def text_hash(text: Row) -> int:
+    """Return the xxh3_64 hash of the UTF-8 bytes of a text, or of ids as little-endian int32."""
+    return xxhash.xxh3_64_intdigest(text.encode() if isinstance(text, str) else np.ascontiguousarray(text, "<i4").data)
 
 
 def open_source(
@@ -129,6 +155,8 @@ def open_source(
     text_column: str = "text",
     patience_seconds: float = 900.0,
     skip_bad_files: bool = False,
+    tokens_dtype: str | None = None,
+    tokens_column: str | None = None,
 ) -> Source:
     """Open the text called `dataset`: "embedded", a local file, folder (recursively) or glob, or a Hub dataset.
 
@@ -141,44 +169,87 @@ def open_source(
         name, split, revision: select part of a Hub dataset, which is pinned to the commit that they resolve to. Not
             allowed for local text; nor is a `text_column` for text without columns.
         skip_bad_files: leave out broken files instead of raising UserError.
+        tokens_dtype: type of the ids in token files without a header. tokens_column: of lists of ids, instead of text.
 
     Raises UserError for text that cannot be found or read.
     """
+    stated_tokens = {"tokens_dtype": tokens_dtype, "tokens_column": tokens_column}
     if dataset == embedded.NAME:
         _refuse_meaningless_settings(dataset, name, split, revision, text_column)
+        refuse_token_settings(dataset, stated_tokens)
         return _open_embedded()
     if (of_python := given.find_given(dataset)) is not None:
         _refuse_meaningless_settings(dataset, name, split, revision, "text")
-        return _open_given(dataset, of_python, text_column)
+        refuse_token_settings(dataset, {"tokens_dtype": tokens_dtype})
+        return _open_given(dataset, of_python, text_column, tokens_column)
     saved = find_saved_files(dataset, split)
-    found, fingerprint = saved or local_files(dataset), {}
+    found, fingerprint, in_split = saved or local_files(dataset), {}, list[str]()
     if found is not None:
-        files, notes = found
-        split = "train" if saved and notes else split  # which it has
+        files, notes = choose_kind(*found, tokens_dtype)
+        split = "train" if saved and found[1] else split  # which it has
         has_columns = any(format_of(file).HAS_COLUMNS for file in files)
         _refuse_meaningless_settings(dataset, name, split, revision, "text" if has_columns else text_column)
         label = f"{dataset} ({'; '.join(notes)})" if notes else dataset
     else:
         patience = min(patience_seconds, START_PATIENCE_SECONDS)
         in_split, commit = readable_hub_files(dataset, name, split, revision, patience)
-        files = list(filter(file_kind, in_split))
+        files, _ = choose_kind(list(filter(file_kind, in_split)), [], tokens_dtype)
         fingerprint = {"dataset": dataset, "name": name, "split": split, "commit": commit}
         label = f"{dataset} ({', '.join(filter(None, [name, split]))}) {describe_commit(commit, files)}"
-    inspected = _inspect_files(files, text_column, patience_seconds, skip_bad_files)
+    options: dict[str, Any] = {"patience_seconds": patience_seconds, "skip_bad_files": skip_bad_files}
+    options |= {"text_column": tokens_column or text_column, "is_local": found is not None}
+    if files and file_kind(files[0]) in (None, "tokens"):
+        refuse_token_settings(dataset, {"tokens_column": tokens_column})
+        return _open_tokens(files, label, fingerprint, tokens_dtype, {*in_split}, options)
+    refuse_token_settings(dataset, {"tokens_dtype": tokens_dtype})
+    find = inspect_file if tokens_column is None else find_column_units
+    inspected = _inspect_files(files, find, tokens_column or text_column, patience_seconds, skip_bad_files)
     if found is not None:
         fingerprint = _hash_files(list(inspected))
     size = sum(size for _, size in inspected.values())
     return Source(
         units=[unit for units, _ in inspected.values() for unit in units],
-        text_column=text_column,
         size_bytes=size,
-        is_local=found is not None,
-        fingerprint={**fingerprint, "bytes": size, "text_column": text_column},
-        description=f"{label}: {len(inspected):,} file{'s' * (len(inspected) != 1)}, {size / 1e6:,.1f} MB",
-        patience_seconds=patience_seconds,
-        skip_bad_files=skip_bad_files,
+        fingerprint=_facts_of_column({**fingerprint, "bytes": size, "text_column": text_column}, tokens_column),
+        description=_describe_files(label, len(inspected), size, tokens_column and f"column {tokens_column}"),
         skipped_files=len(files) - len(inspected),
+        tokens=TokenColumn(tokens_column) if tokens_column else None,
+        **options,
     )
+
+
+def _open_tokens(
+    files: list[str],
+    label: str,
+    fingerprint: dict[str, Any],
+    tokens_dtype: str | None,
+    listed: set[str],
+    options: dict[str, Any],
+) -> Source:
+    skip_bad_files = options["skip_bad_files"]
+    opened = open_token_files(files, tokens_dtype, options["patience_seconds"], listed, skip_bad_files)
+    hashed = _hash_files(opened.hashed_files) if options["is_local"] else fingerprint
+    size = opened.size_bytes
+    facts = {"bytes": size, "text_column": options["text_column"], "tokens": opened.layouts}
+    count = sum(file.count for file in opened.tokens.files.values())
+    return Source(
+        units=opened.units,
+        size_bytes=size,
+        fingerprint={**hashed, **facts},
+        description=_describe_files(label, len(opened.tokens.files), size, f"{count:,} tokens, {opened.layouts}"),
+        tokens=opened.tokens,
+        made_with=opened.made_with,
+        validation=opened.validation,
+        **options,
+    )
+
+
+def _describe_files(label: str, files: int, size_bytes: int, tokens: str | None) -> str:
+    return f"{label}: {files:,} file{'s' * (files != 1)}, {size_bytes / 1e6:,.1f} MB{_ready(tokens)}"
+
+
+def _ready(tokens: str | None) -> str:
+    return f" of ready tokens ({tokens})" if tokens else ""
 
 
 def _open_embedded() -> Source:
@@ -190,12 +261,20 @@ def _open_embedded() -> Source:
     return Source(units, "text", len(data), True, fingerprint, description)
 
 
-def _open_given(name: str, dataset: Any, text_column: str) -> Source:
-    units = given.find_units(name, dataset, text_column)
+def _open_given(name: str, dataset: Any, text_column: str, tokens_column: str | None) -> Source:
+    find, column = (given.find_token_units, tokens_column) if tokens_column else (given.find_units, text_column)
+    units, rows = find(name, dataset, column), dataset.select_columns([column])
     size = sum(unit.size_bytes for unit in units)
     facts = {"dataset": name, "hash": dataset._fingerprint, "rows": len(dataset), "text_column": text_column}
     description = f"{name}: {len(dataset):,} rows, {size / 1e6:,.1f} MB"
-    return Source(units, text_column, size, True, facts, description, given=dataset.select_columns([text_column]))
+    if tokens_column is None:
+        return Source(units, column, size, True, facts, description, given=rows)
+    facts, description = _facts_of_column(facts, tokens_column), description + _ready(f"column {tokens_column}")
+    return Source(units, column, size, True, facts, description, tokens=TokenColumn(column, given=rows))
+
+
+def _facts_of_column(facts: dict[str, Any], tokens_column: str | None) -> dict[str, Any]:
+    return {**facts, "tokens": f"column {tokens_column}"} if tokens_column else facts
 
 
 def _refuse_meaningless_settings(
@@ -214,13 +293,17 @@ def _refuse_meaningless_settings(
 
 
 def _inspect_files(
-    files: list[str], text_column: str, patience_seconds: float, skip_bad_files: bool
+    files: list[str],
+    find: Callable[[str, str], tuple[list[Unit], int]],
+    column: str,
+    patience_seconds: float,
+    skip_bad_files: bool,
 ) -> dict[str, tuple[list[Unit], int]]:
     """Return units and size of each file. Bad files are left out if they may be skipped and not all files are bad."""
 
     def inspect(file: str) -> tuple[list[Unit], int] | BadFile:
         try:
-            return read_file(file, lambda: inspect_file(file, text_column), patience_seconds)
+            return read_file(file, lambda: find(file, column), patience_seconds)
         except BadFile as error:
             return error
 

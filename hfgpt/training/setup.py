@@ -221,6 +221,8 @@ def _open_text(
 
     while True:
         try:
-            return config, ranks.from_main(partial(open_for, config))
+            data = ranks.from_main(partial(open_for, config))
+            is_same = data.tokenizer_name == config.tokenizer
+            return config if is_same else config.with_facts(tokenizer=data.tokenizer_name), data
         except UserError as error:
             config = config.without(error)

@@ -195,7 +195,7 @@ def test_missing_file_offers_the_nearest_name(tmp_path):
         open_source("nowhere.txt")
 
 
-@pytest.mark.parametrize(("present", "asked"), [("corpus.bin", "corpsu.bin"), ("x.txt", "y.txt")])
+@pytest.mark.parametrize(("present", "asked"), [("corpus.pkl", "corpsu.pkl"), ("x.txt", "y.txt")])
 def test_missing_file_offers_no_file_that_is_no_help(tmp_path, present, asked):
     (tmp_path / present).write_text("x")
     with pytest.raises(UserError, match="no such file or folder; check the path"):
@@ -330,7 +330,7 @@ def test_a_hub_that_is_not_there_is_named_in_seconds_without_waiting_for_it(monk
     monkeypatch.setattr(huggingface_hub.utils, "get_session", lambda: type("Session", (), {"head": unreachable})())
     monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", unreachable)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", never)
-    monkeypatch.setattr("hfgpt.data.prepare.load_tokenizer", never)
+    monkeypatch.setattr("hfgpt.data.run_tokenizer.load_tokenizer", never)
     (tmp_path / "a.txt").write_text("some text\n" * 99)
     with pytest.raises(UserError, match=rf"^{what}=nope/nothing: no .*local file.* the Hub at .* cannot be reached"):
         if what == "dataset":

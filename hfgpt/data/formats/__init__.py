@@ -15,7 +15,7 @@ import os
 from typing import Any, Protocol
 
 from hfgpt.data import embedded
-from hfgpt.data.formats import arrow, csv_rows, given, jsonl, parquet, tar, text
+from hfgpt.data.formats import arrow, csv_rows, given, jsonl, parquet, tar, text, tokens
 from hfgpt.data.heads import FileHead, read_head
 from hfgpt.data.kinds import BadFile, file_kind
 from hfgpt.data.units import Unit
@@ -45,6 +45,7 @@ FORMATS: dict[str, Format] = {
     "csv": csv_rows,
     "arrow": arrow,
     "tar": tar,
+    "tokens": tokens,
 }
 
 
@@ -52,7 +53,7 @@ def format_of(file: str) -> Any:
     """Return the module that reads a file, the embedded text, or what was given in Python."""
     if file in (given.TRAINING, given.EVALUATION):
         return given
-    return embedded if file == embedded.NAME else FORMATS[file_kind(file) or ""]
+    return embedded if file == embedded.NAME else FORMATS[file_kind(file) or "tokens"]  # by content
 
 
 def inspect_file(file: str, text_column: str) -> tuple[list[Unit], int]:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 
 from hfgpt.data.file_access import open_file
-from hfgpt.data.formats.parquet import TEXT_TYPES
+from hfgpt.data.formats.parquet import TEXT_TYPES, check_token_column, or_tokens, split_token_lists
 from hfgpt.data.heads import FileHead, no_column
 from hfgpt.data.kinds import BadFile
 from hfgpt.data.units import Unit
@@ -38,12 +38,25 @@ def find_units(file: str, head: FileHead, text_column: str) -> list[Unit]:
         raise no_column(file, text_column, schema.names)
     kind = schema.field(text_column).type
     if str(kind.value_type if pa.types.is_dictionary(kind) else kind) not in TEXT_TYPES:
-        raise BadFile(f"text_column={text_column}: contains {kind}, not text, in {file}; choose a text column")
+        fix = f"choose a text column{or_tokens(kind)}"
+        raise BadFile(f"text_column={text_column}: contains {kind}, not text, in {file}; {fix}")
     return units
 
 
 def read_rows(unit: Unit, text_column: str) -> list[Any]:
     return read_column(unit, text_column).cast(pa.large_binary()).to_pylist()  # Arrow does not check that it is UTF-8
+
+
+def find_token_units(file: str, head: FileHead, tokens_column: str) -> list[Unit]:
+    """Like `find_units`, for a column of lists of token ids, of which a unit may have any number of documents."""
+    units, schema = _find_batches(file)
+    check_token_column(file, schema, tokens_column)
+    return [unit._replace(rows=None) for unit in units]
+
+
+def read_tokens(unit: Unit, tokens_column: str) -> list[Any]:
+    """Return the ids in each row of a unit, or an `Unusable`."""
+    return split_token_lists(unit.file, read_column(unit, tokens_column))
 
 
 def read_column(unit: Unit, column: str) -> Any:

@@ -15,7 +15,7 @@ from typing import Any
 import pyarrow as pa
 
 from hfgpt.config import PretrainConfig
-from hfgpt.data.formats.parquet import TEXT_TYPES
+from hfgpt.data.formats.parquet import TEXT_TYPES, check_token_column, or_tokens, split_token_lists
 from hfgpt.data.heads import no_column
 from hfgpt.data.units import Unit
 from hfgpt.errors import UserError
@@ -76,8 +76,19 @@ def find_units(name: str, given: Any, text_column: str) -> list[Unit]:
         raise no_column(name, text_column, schema.names)
     kind = schema.field(text_column).type
     if str(kind) not in TEXT_TYPES:
-        raise UserError(f"text_column={text_column}: contains {kind}, not text, in {name}; choose a text column")
-    row_bytes = given.data.column(text_column).nbytes / max(given.data.num_rows, 1)
+        fix = f"choose a text column{or_tokens(kind)}"
+        raise UserError(f"text_column={text_column}: contains {kind}, not text, in {name}; {fix}")
+    return _ranges(name, given, text_column)
+
+
+def find_token_units(name: str, given: Any, tokens_column: str) -> list[Unit]:
+    """Like `find_units`, for a column of lists of token ids, of which a unit may have any number of documents."""
+    check_token_column(name, given.features.arrow_schema, tokens_column)
+    return [unit._replace(rows=None) for unit in _ranges(name, given, tokens_column)]
+
+
+def _ranges(name: str, given: Any, column: str) -> list[Unit]:
+    row_bytes = given.data.column(column).nbytes / max(given.data.num_rows, 1)
     borders = [*range(0, len(given), ROWS_PER_UNIT), len(given)]
     return [
         Unit(name, start, stop, rows=stop - start, size_bytes=int(row_bytes * (stop - start)))
@@ -86,5 +97,13 @@ def find_units(name: str, given: Any, text_column: str) -> list[Unit]:
 
 
 def read_rows(unit: Unit, text_column: str, given: Any) -> list[Any]:
-    column = given.with_format("arrow")[unit.start : unit.stop][text_column]
-    return column.cast(pa.large_binary()).to_pylist()
+    return _read_column(unit, text_column, given).cast(pa.large_binary()).to_pylist()
+
+
+def read_tokens(unit: Unit, tokens_column: str, given: Any) -> list[Any]:
+    """Return the ids in each row of a unit, or an `Unusable`."""
+    return split_token_lists(unit.file, _read_column(unit, tokens_column, given))
+
+
+def _read_column(unit: Unit, column: str, given: Any) -> Any:
+    return given.with_format("arrow")[unit.start : unit.stop][column]
