@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import re
 import typing
@@ -19,12 +20,16 @@ from hfgpt.model.configuration_gpt2 import MODEL_SIZES, model_fields
 from hfgpt.settings.batch import Batch
 from hfgpt.settings.field_types import AUTO, NO_VALUE, NOT_CONVERTIBLE, convert, describe
 from hfgpt.settings.layers import LENGTHS, GaveWay, drop_of_another, merge_layers, read_flags, stated_size
+from hfgpt.settings.mixture import OF_SOURCE, Mixture, evaluation_texts, read_mixture
 
 Auto = Literal["auto"]
 Schedule = Literal["cosine_with_min_lr", "warmup_stable_decay", "linear", "constant", "constant_with_warmup"]
 _WITH_MIN_LR = ("cosine_with_min_lr", "warmup_stable_decay")
 # Settings that can only be checked against the text itself.
-OF_THE_TEXT = ("dataset_name", "dataset_split", "dataset_revision", "text_column", "eval_dataset", "document_masking")
+OF_THE_TEXT = (
+    *("dataset_name", "dataset_split", "dataset_revision", "text_column", "tokens_dtype", "tokens_column"),
+    *("eval_dataset", "document_masking"),
+)
 
 
 POSITIVE, NOT_NEGATIVE, FRACTION = "greater than 0", "0 or more", "at least 0 and below 1"
@@ -66,14 +71,30 @@ class PretrainConfig:
         "auto: the model of init_from, or gpt2-125m",
     )
     init_from: str | None = _f(None, "weights to start from: GPT-2 folder, Hub id[@revision], or nanoGPT ckpt.pt", PATH)
-    dataset: str = _f("embedded", "Hub id, local file, folder or glob (parquet, jsonl, txt), or embedded", PATH)
+    dataset: str | list[Any] = _f(
+        "embedded",
+        "Hub id, local file, folder or glob of text or tokens, or embedded; or a list of such sources, mixed: "
+        "[{dataset: .., weight: 0.7, max_epochs: 4}, ..]",
+        PATH,
+    )
     dataset_name: str | None = _f(None, "configuration (subset) of a Hub dataset, such as sample-10BT", NAME)
-    dataset_split: str = _f("train", "split of a Hub dataset", NAME)
+    dataset_split: str = _f("train", "split of a Hub dataset, or of a folder of save_to_disk", NAME)
     dataset_revision: str | None = _f(None, "commit, tag or branch of a Hub dataset", NAME)
     text_column: str = _f("text", "column that holds the text", NAME)
-    eval_dataset: str | None = _f(
+    tokens_dtype: Literal["uint16", "uint32", "int32"] | None = _f(
+        None, "type of the ids in token files that do not state it; default for .bin: uint16"
+    )
+    tokens_column: str | None = _f(None, "column that holds lists of token ids, such as input_ids", NAME)
+    stages: list[Any] | None = _f(
+        None, "weights of a mixture that change: [{until_tokens: 9e9}, {weights: [0.2, 0.8]}]; the last to the end"
+    )
+    on_exhausted: Literal["stop", "renormalise"] = _f(
+        "stop", "when a source has had its max_epochs: end the run, or go on with the other sources"
+    )
+    eval_dataset: str | dict[str, Any] | None = _f(
         None,
-        "text for evaluation: a local path, or a split of the Hub dataset; default: a held-out part of the text",
+        "text for evaluation: a local path, or a split of the Hub dataset; or several by name: {wiki: .., code: ..}; "
+        "default: a held-out part of the text, of each source",
         PATH,
     )
     tokenizer: str = _f(
@@ -125,6 +146,11 @@ class PretrainConfig:
     eval_steps: int = _f(250, "steps between evaluations, also after the last step; 0: never", NOT_NEGATIVE)
     eval_tokens: int | None = _f(None, "target tokens of an evaluation; default: all held-out text", POSITIVE)
     eval_train: bool = _f(False, "also evaluate on the same amount of training text: train_eval_loss")
+    metric_for_best_model: str = _f(
+        "eval_loss",
+        "what the best checkpoint and early stopping go by: the lowest eval_loss, or eval_loss/NAME of a named text",
+        NAME,
+    )
     early_stopping_patience: int | None = _f(
         None, "stop after this many evaluations in a row without a better loss", POSITIVE
     )
@@ -160,6 +186,7 @@ class PretrainConfig:
     # Keys that the user set (None: all keys), and recipe values that were replaced because they conflicted with them.
     stated: ClassVar[frozenset[str] | None] = None
     gave_way: ClassVar[dict[str, GaveWay]] = {}
+    usual: ClassVar[frozenset[str]] = frozenset()  # keys that were "auto", and got the usual value
 
     def __post_init__(self) -> None:
         hints = typing.get_type_hints(type(self))
@@ -174,14 +201,19 @@ class PretrainConfig:
                 unreadable.add(spec.name)
                 object.__setattr__(self, spec.name, spec.default)  # so that the rest can be checked too
                 continue
-            if spec.metadata["must"] == PATH and (path := getattr(self, spec.name)) is not None:
+            if spec.metadata["must"] == PATH and isinstance(path := getattr(self, spec.name), str):
                 try:
                     object.__setattr__(self, spec.name, local_path(path))
                 except ValueError as error:
                     problems.append(f"{spec.name}={shown(path)}: {error}")
+        if not self.metric_for_best_model.startswith("eval_"):
+            object.__setattr__(self, "metric_for_best_model", f"eval_{self.metric_for_best_model}")
+        if self.tokenizer == AUTO and self.source_tokenizers:  # token files have one already
+            object.__setattr__(self, "tokenizer", self.source_tokenizers[0])
         for name, usual in (("model", "gpt2-125m"), ("tokenizer", "gpt2")):
             if getattr(self, name) == AUTO and self.init_from is None:
                 object.__setattr__(self, name, usual)
+                object.__setattr__(self, "usual", self.usual | {name})
         if problems := problems + self._problems(unreadable):
             raise UserError(*problems)
 
@@ -227,7 +259,7 @@ class PretrainConfig:
 
     def is_stated(self, key: str) -> bool:
         """Return whether the user set this key, rather than the recipe or the library."""
-        return self.stated is None or key in self.stated
+        return key not in self.usual and (self.stated is None or key in self.stated)
 
     def without(self, error: UserError) -> PretrainConfig:
         """Replace the recipe's value that `error` names with the library's default; raise `error` if it names none."""
@@ -243,13 +275,17 @@ class PretrainConfig:
 
     def with_facts(self, **facts: Any) -> PretrainConfig:
         """Add `facts` as if the user had set them, replacing recipe values that conflict with them."""
+        usual = self.usual - facts.keys()
         if self.stated is None:
-            return dataclasses.replace(self, **facts)
+            new = dataclasses.replace(self, **facts)
+            object.__setattr__(new, "usual", usual)
+            return new
         values = self.to_dict()
         stated = {key: values[key] for key in self.stated if key in values} | facts
         new = self.from_layers(stated, recipe=[{key: value for key, value in values.items() if key not in stated}])
         object.__setattr__(new, "gave_way", {**self.gave_way, **new.gave_way})
         object.__setattr__(new, "stated", self.stated)
+        object.__setattr__(new, "usual", usual)
         return new
 
     @classmethod
@@ -257,6 +293,36 @@ class PretrainConfig:
         """Read a run's recorded settings, except how its steps are split, which depends on the number of processes."""
         unsplit = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": None, "tokens_per_step": None}
         return cls.from_layers(settings, unsplit)
+
+    @functools.cached_property
+    def mixture(self) -> Mixture | None:
+        """The sources of a mixture and its stages; None if `dataset` is the name of one text."""
+        known = [spec.name for spec in dataclasses.fields(self)]
+        return None if isinstance(self.dataset, str) else read_mixture(self.dataset, self.stages, known)
+
+    @property
+    def source_tokenizers(self) -> list[str]:
+        """The different tokenizers that sources of a mixture name."""
+        given = [source.settings.get("tokenizer") for source in (self.mixture.sources if self.mixture else [])]
+        return list(dict.fromkeys(name.removeprefix("openai-community/") for name in given if name))
+
+    @property
+    def evaluation_texts(self) -> dict[str, dict[str, Any]]:
+        """The settings of each named evaluation text; empty if `eval_dataset` is not a mapping."""
+        return self._evaluation_texts[0]
+
+    @functools.cached_property
+    def _evaluation_texts(self) -> tuple[dict[str, dict[str, Any]], list[str]]:
+        known = [spec.name for spec in dataclasses.fields(self)]
+        return evaluation_texts(self.eval_dataset, known) if isinstance(self.eval_dataset, dict) else ({}, [])
+
+    def of_text(self, settings: dict[str, Any]) -> PretrainConfig:
+        """Return the settings for one text alone: a source of a mixture, or a named evaluation text."""
+        defaults = {key: spec.default for key, spec in self.__dataclass_fields__.items() if key in OF_SOURCE}
+        # A mixture reads the evaluation text itself, once for all sources.
+        eval_dataset = None if self.eval_dataset is None else {"text": "embedded"}
+        single = {"stages": None, "eval_dataset": eval_dataset, "metric_for_best_model": "eval_loss"}
+        return dataclasses.replace(self, **{**defaults, **single, **settings, "tokenizer": self.tokenizer})
 
     def batch(self, processes: int) -> Batch:
         """Split one step over `processes`, with micro-batches of one block if the micro-batch is "auto".
@@ -326,8 +392,39 @@ class PretrainConfig:
                 problems.append(f"{spec.name}={value}: must be {must}")
         sizes_fine = not problems
         return (
-            problems + self._find_conflicts(unreadable, sizes_fine) + self._find_size_problems(unreadable, sizes_fine)
+            problems
+            + self._find_mixture_problems()
+            + self._find_conflicts(unreadable, sizes_fine)
+            + self._find_size_problems(unreadable, sizes_fine)
         )
+
+    def _find_mixture_problems(self) -> list[str]:
+        """Find what is wrong with the sources of a mixture, its stages, and named evaluation texts."""
+        problems = list(self._evaluation_texts[1])
+        metrics = [f"eval_{kind}" for kind in ("loss", "perplexity", "bits_per_byte")]
+        mixture, named = self.mixture, list(self.evaluation_texts)
+        if mixture is None:
+            if self.stages is not None:
+                problems.append("stages: only for a mixture; give dataset as a list of sources, or leave it out")
+        else:
+            problems += mixture.problems
+            if self.eval_dataset is None:
+                named = [source.name for source in mixture.sources]
+            for key in set(OF_SOURCE) & set(self.__dataclass_fields__) - {"dataset", "tokenizer"}:
+                if (value := getattr(self, key)) != self.__dataclass_fields__[key].default:
+                    problems.append(f"{key}={shown(value)}: dataset is a list; set it in the source that it is for")
+            tokenizers = [self.tokenizer.removeprefix("openai-community/")]
+            if len(names := list(dict.fromkeys(tokenizers + self.source_tokenizers))) > 1:
+                problems.append(f"tokenizer: {enumerated(names)} differ; a mixture has one tokenizer for all sources")
+            if self.num_train_epochs is not None:
+                problems.append(
+                    f"num_train_epochs={self.num_train_epochs}: a mixture has no epoch in common; set max_steps or "
+                    "max_tokens, and max_epochs of a source"
+                )
+        known = metrics + [f"{metric}/{name}" for metric in metrics for name in named]
+        if self.metric_for_best_model not in known:
+            problems.append(f"metric_for_best_model={self.metric_for_best_model}: must be one of {', '.join(known)}")
+        return problems
 
     def _find_conflicts(self, unreadable: set[str], sizes_fine: bool) -> list[str]:
         """Find settings that contradict each other."""

@@ -44,11 +44,13 @@ def main() -> None:
     model, tokenizer = load_checkpoint(checkpoint)
     held_out = tokenizer.decode(pretrainer.run.data.validation[:12], skip_special_tokens=True)
     prompts = PROMPTS if config.dataset == "embedded" else [held_out]
-    texts = generate(model, tokenizer, prompts, max_new_tokens=60, temperature=0.6, seed=1)
+    texts = list(generate(model, tokenizer, prompts, max_new_tokens=60, temperature=0.6, seed=1))
+    pretrainer.record_samples(prompts, texts)
     for prompt, text in zip(prompts, texts, strict=True):
         print(f"\n> {prompt}{text}")
+    values = "report.html" if config.report else "metrics.jsonl"
     print(
-        f"\ncurves and values   {config.output_dir}/report.html\n"
+        f"\ncurves and values   {config.output_dir}/{values}\n"
         f"the model           {checkpoint}\n"
         "load it anywhere    from transformers import AutoModelForCausalLM, AutoTokenizer\n"
         f'                    model = AutoModelForCausalLM.from_pretrained("{checkpoint}")\n'

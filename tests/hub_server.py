@@ -128,7 +128,7 @@ class HubServer:
         """Make a commit that adds, replaces or (None) removes files, and return it. Older ones stay as they are."""
         commits = self.commits.setdefault(repository, {})
         heads = self.refs.setdefault(repository, {"branches": {}, "tags": {}})["branches"]
-        head = dict(commits[heads[branch]]) if commits else {}
+        head = dict(commits[heads[branch]]) if branch in heads else {}  # a new branch begins empty
         for path, content in files.items():
             head.pop(path, None)
             if content is not None:
@@ -228,7 +228,9 @@ class _Handler(BaseHTTPRequestHandler):
                 }
                 | {"converts": []}
             )
-        if match := re.fullmatch(r"/api/(datasets|models)/([^/]+/[^/]+)(?:/(\w+-?\w+)/([^/]+)(?:/(.*))?)?", path):
+        if match := re.fullmatch(
+            r"/api/(datasets|models)/([^/]+/[^/]+)(?:/(\w+-?\w+)/(refs/\w+/\w+|[^/]+)(?:/(.*))?)?", path
+        ):
             kind, name, endpoint, revision, below = match.groups()
             return self._api(f"{kind}/{name}", endpoint or "revision", revision or "main", below or "", body)
         if match := re.fullmatch(r"/(?:(datasets)/)?([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path):

@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -105,6 +106,8 @@ def main() -> None:
     unused = [listed for listed in NOT_RUN if listed not in run.listed] if not pattern else []
     for listed in unused:
         print(f"failed: NOT_RUN lists {listed}, which no README has")
+    outcomes = ", ".join(f"{count} {outcome}" for outcome, count in run.outcomes.items())
+    print(f"{len(blocks)} blocks and names: {outcomes or 'nothing to run'}")
     sys.exit(bool(failed or unused))
 
 
@@ -115,6 +118,7 @@ class Runs:
         self.work, self.prepared, self.log = folder / "work", folder / "prepared", folder / "log"
         self.seen: set[str] = set()
         self.listed: set[str] = set()
+        self.outcomes: Counter[str] = Counter()
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
         own = {"PATH": path, "PYTHONPATH": str(self.work), "ACCELERATE_USE_CPU": "true"}
         self.environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE", **hub.environment(folder / "home"), **own}
@@ -141,6 +145,7 @@ class Runs:
         begin = time.monotonic()
         reason = run()
         outcome = reason or f"ok, {time.monotonic() - begin:.0f} s"
+        self.outcomes[re.split("[:,]| with ", outcome)[0]] += 1
         print(f"{block.place}: {shown}\n    {outcome}", flush=True)
         return not outcome.startswith("failed")
 

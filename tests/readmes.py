@@ -142,7 +142,7 @@ def _inline(prose: list[tuple[int, str]]) -> Iterator[tuple[int, str]]:
 
 def _is_command(text: str) -> bool:
     words = text.split()
-    is_name = (words[0] == "hfgpt" and len(words) == 2 and words[1] != "doctor") or text == "accelerate config"
+    is_name = words[0] in ("hfgpt", "accelerate") and len(words) == 2 and words[1] != "doctor"
     return words[0] in PROGRAMS and len(words) > 1 and "..." not in text and not is_name
 
 

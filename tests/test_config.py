@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from pathlib import Path
 
 import pytest
@@ -445,3 +446,9 @@ def test_a_flag_without_a_value_is_named():
 def test_numbers_are_rounded_without_exponents():
     numbers = (13_012.0, 999.9, 68_949.0, 0.05914, 12.34)
     assert [rounded(number) for number in numbers] == ["13,000", "1,000", "68,900", "0.0591", "12.3"]
+
+
+@pytest.mark.parametrize(("size", "near"), [("gpt3", ""), ("gpt2-125", "did you mean gpt2-125m? ")])
+def test_only_a_near_name_of_a_size_is_suggested(size, near):
+    with pytest.raises(UserError, match=f"model={size}: no such size; {re.escape(near)}sizes are "):
+        PretrainConfig(model=size, max_steps=1)

@@ -9,7 +9,13 @@ from readmes import ROOT, WrongCommand, code, commands, known_flags, parse, read
 
 README = readmes()
 NAMES = [str(path.relative_to(ROOT)) for path in README]
-OTHERS = {"file.yaml", "train.py", "run_clm.py", "convert_hf_to_gguf.py"}  # the user's, or those of other projects
+OTHERS = {
+    "file.yaml",
+    "mixture.yaml",
+    "train.py",
+    "run_clm.py",
+    "convert_hf_to_gguf.py",
+}  # the user's, or those of other projects
 
 
 def slug(heading: str) -> str:
@@ -32,7 +38,7 @@ def test_each_flag_is_known():
     named = {
         (path.name, flag) for path in README for text in spans(path) for flag in re.findall(r"--[a-z][\w-]+", text)
     }
-    own = {"--signal", "--include_path", "--model_args"}  # SLURM's and lm-evaluation-harness's
+    own = {"--signal", "--include_path", "--model_args", "--index-url"}  # SLURM's, lm-evaluation-harness's, pip's
     assert not {(name, flag) for name, flag in named if flag not in flags | own}
 
 
@@ -57,7 +63,8 @@ def test_the_front_page_is_short():
 def test_commands_are_found_in_each_form(tmp_path):
     path = tmp_path / "README.md"
     path.write_text(
-        "A `hfgpt doctor` and `hfgpt plan`.\n\n    A=1 torchrun x.py \\\n        --a 1   # why\n\n"
+        "A `hfgpt doctor`, `hfgpt plan` and `accelerate estimate-memory`.\n\n"
+        "    A=1 torchrun x.py \\\n        --a 1   # why\n\n"
         "```python\nprint(1)\n```\n\n```\n$ hfgpt audit out/x\nsame text\n```\n\n"
         "- Item\n\n      newprogram --flag 1\n\nIt prints\n\n    model    char-cpu\n"
     )

@@ -81,6 +81,21 @@ def run_here(monkeypatch, recipe: str, *flags: str) -> int:
     return end.value.code
 
 
+def test_the_quickstart_shows_where_values_and_samples_are(monkeypatch, capfd, tmp_path, document_folder):
+    flags = ["--dataset", str(document_folder), "--output_dir", str(tmp_path / "run"), "--max_steps", "2"]
+    flags += ["--model", TINY, "--sequence_length", "64", "--tokenizer", "bpe-300", "--eval_tokens", "500"]
+    flags += ["--torch_compile", "false", "--mfu_peak_tflops", "1"]
+    for more, values in (([], "report.html"), (["--report", "false"], "metrics.jsonl")):
+        monkeypatch.setattr(sys, "argv", ["quickstart.py", *flags, *more])
+        runpy.run_path(str(ROOT / "recipes" / "quickstart.py"), run_name="__main__")
+        shown = capfd.readouterr().out
+        assert f"curves and values   {tmp_path}/run/{values}\n" in shown
+        lines = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+        (sample,) = (line for line in lines if line.get("event") == "sample")
+        assert f"> {sample['prompt']}{sample['text']}\n" in shown and sample["step"] == 2
+    assert "<blockquote" in (tmp_path / "run" / "report.html").read_text()
+
+
 @pytest.mark.parametrize(
     ("flags", "named"),
     [

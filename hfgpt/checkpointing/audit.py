@@ -14,9 +14,11 @@ from hfgpt.checkpointing.run_folder import RunFolder
 from hfgpt.config import PretrainConfig
 from hfgpt.data.document_stream import DocumentStream
 from hfgpt.data.loader import iterate
+from hfgpt.data.mixture import MixedStream
 from hfgpt.data.run_text import prepare_data_of_run
 from hfgpt.data.sources import text_hash
-from hfgpt.data.stream import Origin, StepBatch, UnitNumber, is_hash_of
+from hfgpt.data.stream import Origin, StepBatch, Stream, UnitNumber, is_hash_of
+from hfgpt.data.units import Unusable
 from hfgpt.errors import UserError
 from hfgpt.files import read_text_file
 from hfgpt.messages.formats import counted, shown
@@ -44,32 +46,65 @@ def audit(folder: str | Path) -> dict[str, Any]:
     for key, then in facts["data"].items():
         if (now := data.train.fingerprint.get(key)) != then:
             problems.append(f"the text has changed since the run: {key} was {then!r} and is {now!r}")
-    seen = _SeenDocuments(data.train) if isinstance(data.train, DocumentStream) else None
-    same = 0
+    seen, skipped = _seen_documents(data.train), Counter[str]()
+    same, tokens_of_sources = 0, None
+    if isinstance(data.train, MixedStream):
+        _follow_changes(data.train, run)
+    before = data.train.start
     for line, batch in zip(ledger, iterate(data.train, None), strict=False):
         if not is_hash_of(str(line["batch_hash"]), batch.blocks) or batch.position != line["position"]:
             problems.append(f"step {line['step']} was not trained on the next text in the stream")
             break
+        if isinstance(data.train, MixedStream):
+            blocks = data.train.blocks_between(before, batch.position)
+            before, tokens_of_sources = batch.position, batch.position["tokens"]
+            if line.get("blocks") != blocks:
+                problems.append(f"step {line['step']} has blocks {line.get('blocks')}, not {blocks}")
         same += 1
-        if seen:
-            seen.add(batch)
-    found = seen.check() if seen else {}
-    for what, counts in found.items():
+        skipped.update(batch.skipped)
+        for one in seen.values():
+            one.add(batch)
+    found = [one.check() for one in seen.values()]
+    for what, counts in (item for of_source in found for item in of_source.items()):
         if +counts:
             problems.append(f"{counted(counts.total(), 'document')} {what}: {', '.join(+counts)}")
+    sources = {
+        name: {"tokens": count, **({"documents": seen[name].count} if name in seen else {})}
+        for name, count in (tokens_of_sources or {}).items()
+    }
     return {
         "run": str(folder),
         "steps": len(steps),
         "steps_as_recorded": same,
         "tokens": same * plan["tokens_per_step"],
         # A text in memory is one run of tokens without separate documents, so its hash is enough.
-        "documents": seen.count if seen else None,
-        "epochs_completed": seen.epochs_completed if seen else None,
+        "documents": sum(one.count for one in seen.values()) if seen else None,
+        "epochs_completed": min(one.epochs_completed for one in seen.values()) if seen else None,
+        **({"sources": sources} if sources else {}),
         "validation_documents": data.validation_documents if seen else None,
-        "leaked": found[LEAKED].total() if seen else None,
-        "skipped_rows": dict(data.skipped + (seen.skipped if seen else Counter())),
+        "leaked": sum(of_source[LEAKED].total() for of_source in found) if seen else None,
+        "skipped_rows": dict(data.skipped + skipped),
         "problems": problems,
     }
+
+
+def _seen_documents(stream: Stream) -> dict[str, _SeenDocuments]:
+    """Return what tracks each document stream of a run, by source."""
+    if isinstance(stream, DocumentStream):
+        return {"": _SeenDocuments(stream, "", None)}
+    sources = enumerate(stream.sources.items() if isinstance(stream, MixedStream) else ())
+    return {n: _SeenDocuments(one, n, i) for i, (n, one) in sources if isinstance(one, DocumentStream)}
+
+
+def _follow_changes(stream: MixedStream, run: RunFolder) -> None:
+    """Use the weights that the run has recorded: those of its start, or of its last resume.
+
+    The end of a source is that of the run; a resume may have moved it.
+    """
+    if not stream.renormalises:
+        stream.lift_limits()
+    if changes := [record["weights"] for record in run.records() if record.get("weights")]:
+        stream.follow(changes[-1])
 
 
 def _read_run(run: RunFolder) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -113,13 +148,12 @@ def _last_step(run: RunFolder) -> int:
 
 
 class _SeenDocuments:
-    """Tracks the documents used by the steps of a document stream."""
+    """Tracks the documents used by the steps of a document stream, the source `name` of a mixture if it has one."""
 
-    def __init__(self, stream: DocumentStream) -> None:
-        self._source = stream.source
-        self._last: list[Origin] = []
+    def __init__(self, stream: DocumentStream, name: str, number: int | None) -> None:
+        self._source, self._streams, self._name, self._number = stream.source, stream.streams, name, number
+        self._last: dict[int, Origin] = {}  # by logical stream
         self._rows: dict[tuple[int, UnitNumber], array[int]] = {}  # by epoch and unit
-        self.skipped: Counter[str] = Counter()
 
     @property
     def count(self) -> int:
@@ -128,15 +162,16 @@ class _SeenDocuments:
     @property
     def epochs_completed(self) -> int:
         """Number of epochs that every logical stream has finished."""
-        return min((epoch for epoch, *_ in self._last), default=0)
+        return min((epoch for epoch, *_ in self._last.values()), default=0) if len(self._last) == self._streams else 0
 
     def add(self, batch: StepBatch) -> None:
-        for stream, origins in enumerate(batch.documents):
-            begun_before = bool(self._last) and origins[0][:3] == self._last[stream][:3]
+        for stream, of_stream in enumerate(batch.documents):
+            if not (origins := of_stream if self._number is None else of_stream[self._number]):
+                continue  # the step has no block of this source here
+            begun_before = stream in self._last and origins[0][:3] == self._last[stream][:3]
             for epoch, unit, row, _ in origins[begun_before:]:
                 self._rows.setdefault((epoch, unit), array("l")).append(row)
-        self._last = [origins[-1] for origins in batch.documents]
-        self.skipped.update(batch.skipped)
+            self._last[stream] = origins[-1]
 
     def check(self) -> dict[str, Counter[str]]:
         """Count problems with the documents, by kind, unit and epoch. Reads all units again."""
@@ -148,10 +183,12 @@ class _SeenDocuments:
             by_unit[unit].append((epoch, seen))
         for unit in sorted(by_unit):
             rows = everything.read(source.unit(unit))
-            held_out = {i for i, row in enumerate(rows) if isinstance(row, str) and text_hash(row) in source.exclude}
-            usable = {i for i, row in enumerate(rows) if isinstance(row, str)} - held_out
+            documents = {i: row for i, row in enumerate(rows) if not isinstance(row, Unusable)}
+            held_out = {i for i, row in documents.items() if text_hash(row) in source.exclude}
+            usable = documents.keys() - held_out
             for epoch, seen in by_unit[unit]:
-                where = f"unit {unit} ({source.unit(unit).file}) in epoch {epoch}"
+                of_source = f"source {self._name}, " if self._name else ""
+                where = f"{of_source}unit {unit} ({source.unit(unit).file}) in epoch {epoch}"
                 repeated[where] += len(seen) - len(set(seen))
                 leaked[where] += len(held_out.intersection(seen))
                 if epoch < self.epochs_completed:

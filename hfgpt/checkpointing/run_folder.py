@@ -28,6 +28,7 @@ import logging
 import os
 import re
 import socket
+import tempfile
 import time
 import traceback
 from pathlib import Path
@@ -107,7 +108,7 @@ class RunFolder:
         return found[-1] if found else {}
 
     def check_writable(self) -> None:
-        """Raise UserError if the folder cannot be created or written to; creates nothing."""
+        """Raise UserError if the folder cannot be created or written to; leaves nothing behind."""
         place = self.path.absolute()
         longest = place / ".checkpoint-999999999.tmp" / "training_state" / "optimizer.safetensors"
         try:
@@ -118,6 +119,11 @@ class RunFolder:
         existing = next(path for path in (place, *place.parents) if os.path.lexists(path))
         if not (existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)):
             raise self._not_writable(f"{existing} is not a folder, or not writable")
+        if existing != place:  # some file systems, such as /proc, refuse although the permissions allow it
+            try:
+                os.rmdir(tempfile.mkdtemp(prefix=".hfgpt-", dir=existing))
+            except OSError as error:
+                raise self._not_writable(f"no folder can be created in {existing} ({error.strerror})") from None
 
     def _not_writable(self, problem: str | None) -> UserError:
         return UserError(f"output_dir={self.path}: {problem}; choose a writable folder")

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from hfgpt import __version__
-from hfgpt.cli import audit, compare, doctor, evaluate, export, generate, import_, plan, push, verify
+from hfgpt.cli import audit, compare, doctor, evaluate, export, generate, import_, plan, push, tokenize, verify
 from hfgpt.cli.run_recipe import run_command
 from hfgpt.errors import UserError
 from hfgpt.messages.formats import enumerated
@@ -32,6 +32,7 @@ app.command()(push.push)
 app.command()(audit.audit)
 app.command()(export.export)
 app.command("import")(import_.import_)
+app.command()(tokenize.tokenize)
 app.command()(doctor.doctor)
 
 

@@ -16,7 +16,7 @@ from hfgpt.errors import UserError
 
 TASK_OPTIONS = ("limit",)
 TEXT_OPTIONS = (
-    *("dataset_name", "dataset_split", "dataset_revision", "text_column"),
+    *("dataset_name", "dataset_split", "dataset_revision", "text_column", "tokens_dtype", "tokens_column"),
     *("sequence_length", "stride", "by_document", "eval_tokens", "torch_compile"),
 )
 
@@ -36,6 +36,13 @@ def evaluate(
         str | None, Option("--dataset_revision", help="Commit, tag or branch of a Hub dataset.")
     ] = None,
     text_column: Annotated[str, Option("--text_column", help="Column that holds the text.")] = "text",
+    tokens_dtype: Annotated[
+        Literal["uint16", "uint32", "int32"] | None,
+        Option("--tokens_dtype", help="Type of the ids in token files without a header."),
+    ] = None,
+    tokens_column: Annotated[
+        str | None, Option("--tokens_column", help="Column that holds lists of token ids, instead of text.")
+    ] = None,
     sequence_length: Annotated[
         int | None,
         Option("--sequence_length", parser=whole(1), help="Tokens per window; default: the training length."),
@@ -76,7 +83,8 @@ def evaluate(
         source = {"dataset": dataset, "name": dataset_name, "split": dataset_split, "revision": dataset_revision}
         options: dict[str, Any] = {"sequence_length": sequence_length, "stride": stride, "by_document": by_document}
         options |= {"eval_tokens": eval_tokens, "torch_compile": torch_compile}
-        measure = partial(evaluation.score_text, source={**source, "text_column": text_column}, **options)
+        source |= {"text_column": text_column, "tokens_dtype": tokens_dtype, "tokens_column": tokens_column}
+        measure = partial(evaluation.score_text, source=source, **options)
     else:
         measure = partial(evaluation.score_hellaswag, source=dataset, limit=limit)
     _evaluate(checkpoint, task or "text", partial(measure, batch_size=batch_size), mixed_precision, record, is_json)

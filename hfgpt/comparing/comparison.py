@@ -10,9 +10,9 @@ from typing import Any
 
 from hfgpt.comparing import statistics
 from hfgpt.comparing.pairs import AXES, compare_pair, same_step_is_same_place
+from hfgpt.comparing.peaks import mfu_against, too_high
 from hfgpt.comparing.runs import PastRun, number
 from hfgpt.messages.formats import counted
-from hfgpt.model.flops import mfu
 
 
 def compare(runs: Sequence[PastRun], all_pairs: bool = False) -> dict[str, Any]:
@@ -28,7 +28,6 @@ def compare(runs: Sequence[PastRun], all_pairs: bool = False) -> dict[str, Any]:
     same = [b for (a, b), pair in zip(compared, pairs, strict=True) if a is runs[0] and pair["same_tokens"]["equal"]]
     alike = [runs[0], *same]
     against = mfu_against(runs)
-    too_high = sorted({name for row in against for name, value in row["mfu"].items() if value and value > 1})
     return {
         "runs": [summarize(run, alike) for run in runs],
         "settings_that_differ": settings_that_differ(runs),
@@ -39,7 +38,7 @@ def compare(runs: Sequence[PastRun], all_pairs: bool = False) -> dict[str, Any]:
         "pairs": pairs,
         "notes": [
             *(f"{run.name}: {note}" for run in runs for note in (*run.notes, *_not_finite(run))),
-            *(f"{name}: an MFU above 1 means that the peak is wrong, or that of a slower device" for name in too_high),
+            *too_high(against),
         ],
     }
 
@@ -130,23 +129,6 @@ def settings_that_differ(runs: Sequence[PastRun]) -> dict[str, dict[str, Any]]:
         if any(value != next(iter(values.values())) for value in values.values()):
             found[key] = values
     return found
-
-
-def mfu_against(runs: Sequence[PastRun]) -> list[dict[str, Any]]:
-    """Return the MFU of every run, from its median speed, relative to every peak that any run states."""
-    peaks = dict.fromkeys((run.newest("peak_tflops"), run.newest("peak_source")) for run in runs)
-
-    def of_run(run: PastRun, tflops: float) -> float | None:
-        speed = run.median("tokens_per_second")
-        if speed and run.flops_per_token:
-            return mfu(speed, run.flops_per_token, tflops, run.processes)
-        return run.median("mfu") if run.newest("peak_tflops") == tflops else None
-
-    return [
-        {"peak_tflops": tflops, "peak_source": source, "mfu": {run.name: of_run(run, tflops) for run in runs}}
-        for tflops, source in peaks
-        if number(tflops)
-    ]
 
 
 def at_equal(runs: Sequence[PastRun], axis: str, alike: Sequence[PastRun]) -> dict[str, Any] | None:

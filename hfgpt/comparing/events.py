@@ -30,11 +30,23 @@ def event_lines(run: PastRun) -> list[str]:
 
 
 def describe_event(event: dict[str, Any]) -> str:
-    always = ("event", "step", "time", "wall_seconds", "num_input_tokens_seen")
-    details = ", ".join(
-        f"{key} {format_value(value):.120}" for key, value in event.items() if key not in always and value
-    )
+    """Describe an event in one line: its name, its step, and what else it records."""
+    always = ("event", "step", "time", "wall_seconds", "num_input_tokens_seen", "max_steps", "checkpoint_step")
+    details = ", ".join(f"{key} {_words(value)}" for key, value in event.items() if key not in always and value)
     return f"{event.get('event')} at step {event['step']}{': ' if details else ''}{details}"
+
+
+def _words(value: Any) -> str:
+    """Describe what an event records: values of a list or of settings that changed by name, documents by their text."""
+    if isinstance(value, dict) and value.keys() == {"from", "to"}:
+        return f"from {format_value(value['from'])} to {format_value(value['to'])}"
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {_words(one)}" for key, one in value.items())
+    if isinstance(value, list) and all(isinstance(one, dict) and "text" in one for one in value):
+        return f'({len(value)}, the first with "{" ".join(str(value[0]["text"]).split()):.60}")'
+    if isinstance(value, list):
+        return ", ".join(map(_words, value))
+    return f"{format_value(value):.120}"
 
 
 def marks_of(runs: Sequence[PastRun], axis: str, start: float, end: float) -> list[Mark]:

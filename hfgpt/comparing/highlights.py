@@ -6,11 +6,11 @@ import datetime
 from typing import Any, NamedTuple
 
 from hfgpt.comparing.plots import short
-from hfgpt.comparing.runs import PastRun, number
+from hfgpt.comparing.runs import PastRun, count, number
 from hfgpt.comparing.values import format_value
-from hfgpt.messages.formats import duration
+from hfgpt.messages.formats import counted, duration
 
-_MOST_SAMPLES = 5  # of a run
+_MOST_SAMPLES = 5  # steps of a run, and samples of a step
 
 
 class Highlight(NamedTuple):
@@ -38,16 +38,17 @@ class RunCard(NamedTuple):
 def run_card(run: PastRun, compared: dict[str, Any]) -> RunCard:
     """Return the card of a run; compared: `comparison.compare`'s result."""
     summary = next(one for one in compared["runs"] if one["name"] == run.name)
-    peak = summary["peak_tflops"]
-    mfu = next((row["mfu"][run.name] for row in compared["mfu_against"] if row["peak_tflops"] == peak), None)
-    speed = _speed(summary["tokens_per_second"], mfu, peak)
-    shown = [_size(run, summary), _length(summary), *_losses(summary), speed, *_where_and_when(run)]
+    against = next((row for row in compared["mfu_against"] if run.name in row["stated_by"]), None)
+    speed = _speed(
+        summary["tokens_per_second"], *((against["mfu"][run.name], against["peak_tflops"]) if against else ())
+    )
+    shown = [_size(run, summary), _length(summary), *_losses(run, summary), speed, *_where_and_when(run)]
     return RunCard(run.name, run.state, [one for one in shown if one.value], _samples(run))
 
 
 def _size(run: PastRun, summary: dict[str, Any]) -> Highlight:
-    parts = {"n_layer": "{} layers", "n_embd": "{} wide"}
-    shape = [text.format(run.model[key]) for key, text in parts.items() if run.model.get(key) is not None]
+    layers, width = count(run.model.get("n_layer")), count(run.model.get("n_embd"))
+    shape = [*([counted(layers, "layer")] if layers else []), *([f"{width:,} wide"] if width else [])]
     if summary["sequence_length"]:
         shape.append(f"sequence {summary['sequence_length']:,}")
     size = number(summary["parameters"]) or number(summary["parameters_without_positions"])
@@ -60,13 +61,15 @@ def _length(summary: dict[str, Any]) -> Highlight:
     return Highlight("tokens", short(tokens), of_plan) if tokens else Highlight("steps", f"{steps:,}", "")
 
 
-def _losses(summary: dict[str, Any]) -> list[Highlight]:
+def _losses(run: PastRun, summary: dict[str, Any]) -> list[Highlight]:
     """Return the last evaluation, or else the final training loss."""
     loss, where = number(summary["eval_loss"]), f"held-out text, step {summary['eval_step'] or 0:,}"
     perplexity = summary["eval_perplexity"]
     if loss is None:
         loss, perplexity = summary["end_loss"], summary["end_perplexity"]
         where = f"training, mean from step {summary['end_loss_from_step'] or 0:,} on"
+    if run.training and number(run.training[-1].get("loss")) is None:
+        where += "; not finite in the end"
     bits = summary["eval_bits_per_byte"]
     return [
         Highlight("loss", "" if loss is None else f"{loss:.4f}", where),
@@ -75,7 +78,7 @@ def _losses(summary: dict[str, Any]) -> list[Highlight]:
     ]
 
 
-def _speed(rate: float | None, mfu: float | None, peak: float | None) -> Highlight:
+def _speed(rate: float | None, mfu: float | None = None, peak: float | None = None) -> Highlight:
     detail = f"MFU {format_value(mfu, 'mfu')} of {peak:.4g} TFLOP/s" if mfu else ""
     return Highlight("tokens per second", f"{rate:,.0f}" if rate else "", detail)
 
@@ -107,10 +110,11 @@ def date(seconds: float) -> str:
 
 
 def _samples(run: PastRun) -> list[Sample]:
-    """Return samples spread evenly over the run, newest first."""
-    found = [
-        Sample(event["step"], str(event.get("prompt") or ""), str(event.get("text") or ""))
-        for event in reversed(run.events)
-        if event["event"] == "sample"
-    ]
-    return [sample for n, sample in enumerate(found) if n % -(-len(found) // _MOST_SAMPLES) == 0]
+    """Return the samples of steps spread evenly over the run, newest step first."""
+    found: dict[int, list[Sample]] = {}
+    for event in run.events:
+        if event["event"] == "sample":
+            sample = Sample(event["step"], str(event.get("prompt") or ""), str(event.get("text") or ""))
+            found.setdefault(sample.step, []).append(sample)
+    newest_first = sorted(found, reverse=True)[:: -(-len(found) // _MOST_SAMPLES) or 1]
+    return [sample for step in newest_first for sample in found[step][:_MOST_SAMPLES]]

@@ -20,6 +20,8 @@ AXES = {"steps": "step", "tokens": "num_input_tokens_seen", "FLOPs": "flops", "w
 # bits, and for how many first steps they hold. Observed on tiny models: loss 1e-7 and gradient norm 1e-6 in float32,
 # 3e-4 and 3e-3 in bfloat16.
 _ROUNDING = {"loss": (1e-4, 2e-3, 20), "grad_norm": (1e-3, 2e-2, 5)}
+# A factor in speed that is reported however much the speed of each run varied.
+_LARGE_FACTOR = 1.25
 # First losses are near ln V. If they are further apart than this (nats per token), the vocabularies differ.
 _FIRST_LOSS_GAP = 0.5
 
@@ -190,17 +192,38 @@ def _on_the_way(runs: Sequence[PastRun], step: float | None) -> dict[str, float]
 
 
 def _speed(a: PastRun, b: PastRun) -> dict[str, Any] | None:
-    """Return how many times as fast `b` is per token, by the medians of the records; None if either has no records.
+    """Return how many times as fast `b` is per token; None if either has no records.
 
-    "clear": each median is outside the middle half of the other's records, because the speed of a shared machine
-    changes by the minute.
+    times_as_fast: by the medians of the records, which a few slow ones do not move. varied: the middle half of the
+    records of each run, if the other's median is in it, because the speed of a shared machine changes by the minute;
+    then only a large factor is "clear". over_all: from the first record to the last, so that a run that was held up
+    for a part of its time shows; None unless that is by a large factor, and other than by the medians.
     """
     one, other = a.curve("tokens_per_second"), b.curve("tokens_per_second")
     if one.empty or other.empty:
         return None
     first, second = float(one.median()), float(other.median())
-    overlap = any(
-        rates.quantile(0.25) <= median <= rates.quantile(0.75) for rates, median in ((one, second), (other, first))
-    )
+    halves = [[float(rates.quantile(part)) for part in (0.25, 0.75)] for rates in (one, other)]
+    overlap = any(low <= median <= high for (low, high), median in zip(halves, (second, first), strict=True))
+    times, over_all = second / first, _over_all(a, b)
+    if over_all and not (_is_large(over_all["times_as_fast"]) and _is_large(over_all["times_as_fast"] / times)):
+        over_all = None
     devices = None if None in (a.device, b.device) or a.device == b.device else [a.device, b.device]
-    return {"a": first, "b": second, "times_as_fast": second / first, "clear": not overlap, "devices": devices}
+    return {
+        **{"a": first, "b": second, "times_as_fast": times, "clear": not overlap or _is_large(times)},
+        **{"varied": halves if overlap else None, "over_all": over_all, "devices": devices},
+    }
+
+
+def _is_large(times: float) -> bool:
+    return not 1 / _LARGE_FACTOR < times < _LARGE_FACTOR
+
+
+def _over_all(*runs: PastRun) -> dict[str, float] | None:
+    """Return the tokens per second of two runs from the first record to the last."""
+    rates = []
+    for run in runs:
+        tokens = run.curve("num_input_tokens_seen", "wall_seconds")
+        seconds = float(tokens.index[-1] - tokens.index[0]) if len(tokens) else 0.0
+        rates.append(float(tokens.iloc[-1] - tokens.iloc[0]) / seconds if seconds > 0 else 0.0)
+    return {"a": rates[0], "b": rates[1], "times_as_fast": rates[1] / rates[0]} if min(rates) > 0 else None

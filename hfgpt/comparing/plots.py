@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
 
 from hfgpt.comparing.events import Mark, marks_of
+from hfgpt.comparing.peaks import stated_peaks
 from hfgpt.comparing.runs import PastRun, number
 from hfgpt.comparing.values import format_value
-from hfgpt.messages.formats import duration
+from hfgpt.messages.formats import duration, enumerated
 from hfgpt.model.flops import mfu
 
 PLOT_NAMES = ("bits_per_byte", "loss_tokens", "loss_steps", "loss_time", "loss_flops", "speed", "mfu")
@@ -54,10 +56,12 @@ class Curve(NamedTuple):
     records: pd.Series
     trend: pd.Series
     evaluations: pd.Series
+    repeats: bool  # has the records of an earlier curve
 
     @property
     def is_smoothed(self) -> bool:
-        return len(self.records) >= 2 * SMOOTHED_BY
+        """Whether the records are drawn too, faintly; those of equal curves would blend to a color of their own."""
+        return len(self.records) >= 2 * SMOOTHED_BY and not self.repeats
 
 
 @dataclass(frozen=True)
@@ -77,6 +81,7 @@ class Plot:
     x_ticks: list[Tick]
     y_ticks: list[Tick]
     marks: list[Mark]
+    note: str  # what the range leaves out
 
     @property
     def is_falling(self) -> bool:
@@ -113,12 +118,12 @@ def build_plots(runs: Sequence[PastRun], comparable: bool = True) -> list[Plot]:
     ]
     if not comparable:
         specs.insert(0, (f"Bits per byte against {main}", "bits_per_byte", "eval_bits_per_byte", axis))
-    peaks = [(peak, run.newest("peak_source")) for run in runs if (peak := run.newest("peak_tflops"))]
+    peaks = stated_peaks(runs)
     if peaks:
-        specs.append((f"MFU against {peaks[0][0]:.4g} TFLOP/s ({peaks[0][1]})", "mfu", "mfu", axis))
+        specs.append((f"MFU against {peaks[0].tflops:.4g} TFLOP/s ({peaks[0].source})", "mfu", "mfu", axis))
     plots = []
     for title, name, key, axis in specs:
-        series = [_mfu(run, axis, peaks[0][0]) if key == "mfu" else run.curve(key, axis) for run in runs]
+        series = [_mfu(run, axis, peaks[0].tflops) if key == "mfu" else run.curve(key, axis) for run in runs]
         if plot := _build(title, name, key, axis, runs, series):
             plots.append(plot)
     return plots
@@ -137,19 +142,25 @@ def _build(
 ) -> Plot | None:
     """Return a plot, or None if no run has a value."""
     is_falling = key in FALLING
-    curves, low, high, starts, ends = [], [], [], [], []
+    curves: list[Curve] = []
+    low, high, starts, ends = [], [], [], []
     for index, (run, records) in enumerate(zip(runs, series, strict=True)):
         evaluations = run.curve("eval_loss", axis) if key == "loss" else pd.Series(dtype=float)
+        tops = []
         for curve in (records, evaluations):
             if len(curve):
                 low.append(curve.quantile(0.002) if is_falling else 0.0)
-                high.append(_top(curve) if is_falling else curve.quantile(0.98))
+                tops.append(float(_top(curve) if is_falling else curve.quantile(0.98)))
                 starts.append(curve.index[0])
-                ends.append(curve.index[-1])
-        curves.append(Curve(index, run.name, thin(records), _trend(records, is_falling), thin(evaluations, MOST_DOTS)))
+                ends += [curve.index[-1], *run.places_of([run.last_step], axis)]  # records may not be finite
+        high += [max(tops)] if tops else []
+        repeats = any(records.equals(series[earlier]) for earlier in range(index))
+        shown = thin(records), _trend(records, is_falling), thin(evaluations, MOST_DOTS)
+        curves.append(Curve(index, run.name, *shown, repeats))
     if not high:
         return None
-    bottom, top = float(min(low)), float(max(high))
+    bottom = float(min(low))
+    top = _common_top(bottom, high) if is_falling else max(high)
     margin = 0.06 * (top - bottom) or 0.05 * abs(top) or 1.0
     start, end = float(min(starts)), float(max(ends))
     start = start if start < 0 or 0.5 * end < start < end else 0.0
@@ -159,7 +170,25 @@ def _build(
     x_label, x_ticks = _x_ticks(axis, *x, step_tokens)
     y_ticks = [Tick(at, _y_label(key, at)) for at in round_numbers(*y, 5)]
     what = (title, name, key, axis, step_tokens, x_label, _LABELS[key])
-    return Plot(*what, curves, x, y, x_ticks, y_ticks, marks_of(runs, axis, *x))
+    note = _beyond(curves, y[1], partial(format_value, key=key))
+    return Plot(*what, curves, x, y, x_ticks, y_ticks, marks_of(runs, axis, *x), note)
+
+
+def _common_top(bottom: float, tops: list[float]) -> float:
+    """Return the highest of the values up to which curves go, but not one that would flatten all others."""
+    limit = bottom + 3 * (sorted(tops)[(len(tops) - 1) // 2] - bottom)
+    return max(top for top in tops if top <= limit or len(tops) < 3)
+
+
+def _beyond(curves: Sequence[Curve], top: float, shown: Callable[[float], str]) -> str:
+    """Say which records are above the range of a plot; empty if none are."""
+    known = [curve for curve in curves if len(curve.records)]
+    highest = max((float(curve.records.max()) for curve in known), default=top)
+    if highest <= top:
+        return ""
+    hidden = [curve.name for curve in known if curve.records.min() > top]
+    all_of = f" and all of {enumerated(hidden)}" if hidden else ""
+    return f"Not shown: records above {shown(top)}, up to {shown(highest)}{all_of}."
 
 
 def _step_tokens(runs: Sequence[PastRun]) -> float | None:
@@ -211,10 +240,12 @@ def _x_ticks(axis: str, start: float, end: float, step_tokens: float | None) -> 
         return f"{unit} of training", [Tick(at * seconds, f"{at:,.6g}") for at in places]
     if axis == "num_input_tokens_seen" and step_tokens:
         steps = [step for step in round_numbers(start / step_tokens, end / step_tokens, 6) if step == int(step)]
-        # Only the first says "step", so that the labels fit on a small screen.
-        names = [short(step) if n else f"step {short(step)}" for n, step in enumerate(steps)]
-        return "tokens", [
-            Tick(step * step_tokens, short(step * step_tokens), name) for step, name in zip(steps, names, strict=True)
+        # Steps are round, their tokens often are not. Only the first has the words, so that the labels fit on a small
+        # screen.
+        words = [("step ", " tokens"), *[("", "")] * len(steps)]
+        return "steps and tokens", [
+            Tick(step * step_tokens, f"{before}{short(step)}", f"{short(step * step_tokens)}{after}")
+            for step, (before, after) in zip(steps, words, strict=False)
         ]
     return _LABELS[axis], [Tick(at, short(at)) for at in round_numbers(start, end, 6)]
 

@@ -6,6 +6,7 @@ import io
 from typing import Any
 
 from hfgpt.comparing.plots import Curve, Plot
+from hfgpt.errors import UserError
 
 # Okabe and Ito's palette for the color-blind; dashes keep a curve visible beneath an equal one.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -14,8 +15,12 @@ _DASHES, _MARKERS = ("-", (0, (4, 2)), (0, (1, 1.5)), (0, (6, 2, 1, 2))), "osD^v
 
 def draw(plot: Plot, dpi: int = 120) -> bytes:
     """Return a plot as PNG, 8 x 4.5 inches, with 64 colors to keep the file small."""
-    from matplotlib.figure import Figure  # takes a second to import; used like this, it needs no display
-    from PIL import Image
+    try:
+        from matplotlib.figure import Figure  # takes a second to import; used like this, it needs no display
+        from PIL import Image
+    except ImportError as error:
+        fix = "pip install matplotlib pillow, or write a .html, which needs neither"
+        raise UserError(f"PNG plots cannot be drawn ({error}); {fix}") from None
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
@@ -23,7 +28,7 @@ def draw(plot: Plot, dpi: int = 120) -> bytes:
         _draw_curve(axes, curve, alone=len(plot.curves) == 1)
     for mark in plot.marks:
         axes.axvline(mark.at, color="0.6", linewidth=0.8, linestyle=(0, (2, 2)), zorder=0.5)
-    axes.set_title(plot.title, loc="left", fontsize=10)
+    axes.set_title(f"{plot.title}\n{_literal(plot.note)}".strip(), loc="left", fontsize=10)
     axes.set(xlabel=plot.x_label, ylabel=plot.y_label, xlim=_with_margin(*plot.x), ylim=plot.y)
     axes.set_xticks([t.at for t in plot.x_ticks], [f"{t.label}\n{t.below}".strip() for t in plot.x_ticks])
     axes.set_yticks([t.at for t in plot.y_ticks], [t.label for t in plot.y_ticks])

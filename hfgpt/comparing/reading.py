@@ -9,10 +9,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import xxhash
+
 from hfgpt.checkpointing.run_folder import RunFolder
 from hfgpt.comparing.logs import read_log
-from hfgpt.comparing.runs import PastRun, add_record, number
+from hfgpt.comparing.runs import RUN_FOLDER, PastRun, add_record, count, number
 from hfgpt.config import PretrainConfig
+from hfgpt.data.position import SOURCE
 from hfgpt.errors import UserError
 from hfgpt.files import read_text_file
 from hfgpt.links import follow
@@ -88,7 +91,7 @@ def read_folder(path: Path, with_ledger: bool = True) -> PastRun:
         inside = sorted(p.name for p in path.iterdir() if RunFolder(p).metrics.is_file())
         fix = f"give one of those in it: {', '.join(inside[:5])}" if inside else "give a run's output_dir"
         raise UserError(f"run {path}: no run.json or metrics.jsonl in this folder; {fix}")
-    run = PastRun(path.resolve().name, str(path), "run folder")
+    run = PastRun(path.resolve().name, str(path), RUN_FOLDER)
     _read_facts(run, folder)
     records = folder.records()
     for record in records:
@@ -155,7 +158,7 @@ def _resolve_settings(config: dict[str, Any], run: PastRun) -> dict[str, Any]:
         "mixed_precision": _choice(plan, "precision", "name"),
         "torch_compile": _choice(plan, "torch_compile", "enabled"),
         **{key: run.facts.get(key) for key in ("device", "git_revision")},
-        "text": run.data.get("tokens_hash") or run.data.get("dataset.commit") or run.data.get("dataset.hash"),
+        "text": _text_of(run.data),
         "held_out": run.data.get("held_out.hash"),
         "tokenizer_hash": run.data.get("tokenizer"),
         **{f"model.{key}": run.model.get(key) for key in _MODEL},
@@ -166,17 +169,31 @@ def _resolve_settings(config: dict[str, Any], run: PastRun) -> dict[str, Any]:
     return {key: value for key, value in settings.items() if key not in _NOT_COMPARED}
 
 
+def _text_of(data: dict[str, Any]) -> str | None:
+    """Return what identifies the text of a run, of all sources if it is a mixture."""
+    if found := data.get("tokens_hash") or data.get("dataset.commit") or data.get("dataset.hash"):
+        return found
+    keys = tuple(f"{SOURCE}{key}" for key in ("dataset.commit", "dataset.hash"))
+    of_sources = [f"{key} {value}" for key, value in sorted(data.items()) if key.endswith(keys)]
+    return xxhash.xxh3_64_hexdigest("; ".join(of_sources).encode()) if of_sources else None
+
+
 def _choice(plan: dict[str, Any], key: str, inner: str) -> str | bool | None:
     value = plan[key].get(inner) if isinstance(plan.get(key), dict) else None
     return value if isinstance(value, str | bool) else None
 
 
 def _apply_changes(run: PastRun) -> None:
-    """Show both values of settings that a resume or an out-of-memory retry changed: "0.1; 0.2 from step 500 on"."""
+    """Show both values of settings that a resume or an out-of-memory retry changed: "0.1; 0.2 from step 500 on".
+
+    The length of the run is that of the newest resume.
+    """
     for event in run.events:
         changes: Any = event.get("changed_settings")
         changes = changes.items() if isinstance(changes, dict) else ()
         now = {key: change["to"] for key, change in changes if isinstance(change, dict) and "to" in change}
+        if event["event"] == "resume" and (planned := count(event.get("max_steps") or now.get("max_steps"))):
+            run.plan["max_steps"] = planned
         if event["event"] == "oom_retry":
             keys = {"per_device_train_batch_size": "micro_batch", "gradient_accumulation_steps": "accumulation"}
             now = {key: event[name] for key, name in keys.items() if name in event}

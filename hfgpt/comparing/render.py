@@ -81,8 +81,9 @@ def write_report(path: Path, report: Report) -> list[Path]:
         raise UserError(f"output={path}: unknown format; use a file name that ends in {SUFFIXES_IN_WORDS}")
     if suffix == ".png" and not report.plots:
         raise UserError(f"output={path}: the runs have no records to draw yet; try again later")
+    if not path.parent.exists():
+        raise UserError(f"output={path}: there is no folder {path.parent}; create it, or choose another place")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         if suffix == ".png":
             path.write_bytes(png.draw(report.plots[0], dpi=200))
         elif suffix in (".html", ".htm"):
@@ -96,10 +97,11 @@ def write_report(path: Path, report: Report) -> list[Path]:
 
 def _write_markdown(path: Path, report: Report) -> list[Path]:
     files = {name: path.with_name(f"{path.stem}_{name}.png") for name in PLOT_NAMES}
+    drawn = {plot.name: png.draw(plot) for plot in report.plots}
     for file in files.values():
         file.unlink(missing_ok=True)  # a leftover plot of an earlier report would seem to belong to this one
-    for plot in report.plots:
-        files[plot.name].write_bytes(png.draw(plot))
+    for name, picture in drawn.items():
+        files[name].write_bytes(picture)
     text = as_markdown(report, {name: file.name for name, file in files.items()})
     path.write_text(text, encoding="utf-8", errors="replace", newline="\n")
     return [*(files[plot.name] for plot in report.plots), path]
@@ -108,7 +110,7 @@ def _write_markdown(path: Path, report: Report) -> list[Path]:
 def as_markdown(report: Report, plot_files: dict[str, str]) -> str:
     """Return the whole report as Markdown; plot_files: the file of each plot, by plot name."""
     names = [_escape(name) for name in report.names]
-    lines = [f"# {' against '.join(names)}", ""]
+    lines = [f"# {', '.join(names)}", ""]
     for title, verdict in report.verdicts:
         lines += [f"**{_escape(title)}: {_escape(verdict.summary)}.**", ""]
         lines += [*(f"- {_escape(line)}" for line in verdict.evidence + verdict.notes), ""]

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from hfgpt.comparing.events import event_lines
 from hfgpt.comparing.highlights import RunCard, run_card
 from hfgpt.comparing.plots import Plot, build_plots
-from hfgpt.comparing.runs import PastRun, number
+from hfgpt.comparing.runs import RUN_FOLDER, PastRun, number
 from hfgpt.comparing.statistics import FLOOR
 from hfgpt.comparing.values import UNKNOWN, format_value
 from hfgpt.comparing.verdict import Verdict, explain
@@ -25,7 +25,7 @@ NOISE = (
 # Title -> label -> key of a run's summary (`comparison.summarize`).
 _TABLES = {
     "run": {
-        "format": "kind", "state": "state", "device": "device", "parameters": "parameters", "steps": "steps",
+        "read from": "kind", "state": "state", "device": "device", "parameters": "parameters", "steps": "steps",
         "steps planned": "planned_steps", "tokens": "tokens", "FLOPs": "flops", "time of training": "wall_seconds",
         "events": "events",
     },
@@ -40,7 +40,7 @@ _TABLES = {
     },
 }  # fmt: skip
 _AT_END = {
-    "training loss": "end_loss", "its perplexity": "end_perplexity", "mean from step on": "end_loss_from_step",
+    "training loss": "end_loss", "its perplexity": "end_perplexity", "averaged from step": "end_loss_from_step",
     "evaluation loss": "eval_loss", "evaluation perplexity": "eval_perplexity", "bits per byte": "eval_bits_per_byte",
     "evaluated at step": "eval_step", "best evaluation loss": "best_eval_loss", "at step": "best_eval_step",
 }  # fmt: skip
@@ -128,9 +128,14 @@ def _settings_table(runs: Sequence[PastRun], differing: dict[str, dict[str, Any]
 def _tables(runs: Sequence[PastRun], compared: dict[str, Any], comparable: bool) -> list[Table]:
     at_end = Table("at the end", _rows(compared["runs"], _AT_END, all_details=bool(compared["equal"])))
     tables = [Table(title, _rows(compared["runs"], labels)) for title, labels in _TABLES.items()]
-    for n, row in enumerate(compared["mfu_against"], start=1):
-        cells = [format_value(value, "mfu") for value in row["mfu"].values()]
-        tables[-1].rows.append(Row(f"MFU against {row['peak_tflops']:.4g} TFLOP/s [{n}]", cells, False))
+    if all(run.kind == RUN_FOLDER for run in runs):
+        tables[0].rows[:] = [row for row in tables[0].rows if row.label != "read from"]
+    against = compared["mfu_against"]
+    for n, row in enumerate(against, start=1):
+        cells = ["over 100 %" if value and value > 1 else format_value(value, "mfu") for value in row["mfu"].values()]
+        first, *more = row["stated_by"]
+        of_runs = "" if len(against) == 1 else f" of {first}{f' and {len(more)} more' if more else ''}"
+        tables[-1].rows.append(Row(f"MFU against {row['peak_tflops']:.4g} TFLOP/s{of_runs} [{n}]", cells, False))
     tables.append(at_end)
     labels = {label if comparable or "byte" in label else f"{label} *": key for label, key in _LOSSES.items()}
     main = "tokens" if "tokens" in compared["equal"] else "steps"

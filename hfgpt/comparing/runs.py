@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+RUN_FOLDER = "run folder"  # kind of a run that is not a log
+
 
 def number(value: Any) -> float | None:
     """Return `value` if it is a finite number of plausible size, else None."""
@@ -52,7 +54,7 @@ class PastRun:
 
     name: str
     path: str
-    kind: str  # "run folder", or the format of a log
+    kind: str  # RUN_FOLDER, or the format of a log
     training: list[dict[str, Any]] = field(default_factory=list)
     evaluations: list[dict[str, Any]] = field(default_factory=list)
     events: list[dict[str, Any]] = field(default_factory=list)
@@ -80,7 +82,7 @@ class PastRun:
     @property
     def state(self) -> str:
         """The state of the run in words: finished, in progress, or how it ended."""
-        if self.kind != "run folder":
+        if self.kind != RUN_FOLDER:
             return "log"
         last = next((e for e in reversed(self.events) if e.get("event") in ("start", "resume", "end")), None)
         if last is None or last["event"] != "end":
@@ -115,6 +117,12 @@ class PastRun:
         if not known.any():
             return []
         return np.interp(steps, [0, *_column(records, "step")[known]], [0, *places[known]]).tolist()
+
+    @property
+    def last_step(self) -> int:
+        """The step of the last record or skipped step."""
+        records = (*self.training[-1:], *self.evaluations[-1:], *self.events)
+        return max((record["step"] for record in records), default=0)
 
     def reach(self, axis: str) -> float | None:
         """Return the last position on `axis` with a finite loss."""

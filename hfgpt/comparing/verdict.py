@@ -11,7 +11,8 @@ class Verdict(NamedTuple):
     """The verdict on a pair of runs, one line per question.
 
     doubts: why some or all losses give no verdict. tokens: whether tokens and result are the same. deciding: the gap
-    that the summary reports, or None; on_axes: the gaps on every axis; axes with the same answer share a line.
+    that the summary reports, or None; in_time: a clear difference in speed, and the gap at equal wall time if it is
+    another one beyond noise. on_axes: the gaps on every axis; axes with the same answer share a line.
     cautions: what else the losses depend on.
     """
 
@@ -19,6 +20,7 @@ class Verdict(NamedTuple):
     doubts: list[str]
     tokens: str
     deciding: str | None
+    in_time: list[str]
     on_axes: list[str]
     cautions: list[str]
     speed: str
@@ -30,13 +32,13 @@ class Verdict(NamedTuple):
     @property
     def evidence(self) -> list[str]:
         """Evidence for the summary."""
-        return [self.tokens, self.deciding] if self.deciding else [self.tokens]
+        return [line for line in (self.tokens, self.deciding, *self.in_time) if line]
 
     @property
     def notes(self) -> list[str]:
         """All other lines, most important first."""
-        others = [line for line in self.on_axes if line != self.deciding]
-        return [*self.doubts, *self.cautions, *others, self.speed]
+        shown = self.evidence
+        return [line for line in (*self.doubts, *self.cautions, *self.on_axes, self.speed) if line not in shown]
 
 
 def explain(pair: dict[str, Any]) -> Verdict:
@@ -63,8 +65,11 @@ def explain(pair: dict[str, Any]) -> Verdict:
         "at its end, a loss is higher than that of a run planned to end there"
         for name, part in pair["on_the_way"].items()
     ]
-    lines = list(dict.fromkeys(on_axes.values()))
-    return Verdict("; ".join(summary) or "no verdict", doubts, tokens, deciding, lines, cautions, speed)
+    lines, time = list(dict.fromkeys(on_axes.values())), pair["gaps"]["wall time"]
+    beyond = time["at"] is not None and (key := decide(pair, "wall time")[0]) and time[key]["beyond_noise"]
+    in_time = [speed] if pair["speed"] and (pair["speed"]["clear"] or pair["speed"]["over_all"]) else []
+    in_time += [on_axes["wall time"]] if beyond and on_axes["wall time"] != deciding else []
+    return Verdict("; ".join(summary) or "no verdict", doubts, tokens, deciding, in_time, lines, cautions, speed)
 
 
 def _is_same_result(pair: dict[str, Any]) -> bool:
@@ -165,7 +170,21 @@ def _speed_line(pair: dict[str, Any]) -> str:
     rates = f"{speed['a']:,.0f} and {speed['b']:,.0f} tokens/s"
     if speed["devices"]:
         rates += f", on {' and '.join(map(str, speed['devices']))}"
-    times = speed["times_as_fast"]
+    over_all = speed["over_all"]
+    if over_all:
+        rates += f"; {over_all['a']:,.0f} and {over_all['b']:,.0f} over the whole run"
+    if over_all and not speed["clear"]:
+        return (
+            f"{_faster(pair, over_all)} over the whole run (medians {rates}: one of them was slow for part of its time)"
+        )
     if not speed["clear"]:
         return f"no clear difference in speed ({rates})"
-    return f"{pair['b']} is {max(times, 1 / times):.2f}x {'faster' if times > 1 else 'slower'} per token ({rates})"
+    if speed["varied"]:
+        (low_a, high_a), (low_b, high_b) = speed["varied"]
+        rates += f"; half of the records are from {low_a:,.0f} to {high_a:,.0f}, and from {low_b:,.0f} to {high_b:,.0f}"
+    return f"{_faster(pair, speed)} ({rates})"
+
+
+def _faster(pair: dict[str, Any], speed: dict[str, Any]) -> str:
+    times = speed["times_as_fast"]
+    return f"{pair['b']} is {max(times, 1 / times):.2f}x {'faster' if times > 1 else 'slower'} per token"

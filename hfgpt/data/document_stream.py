@@ -19,7 +19,7 @@ from hfgpt.data.permutation import hashes, permutation
 from hfgpt.data.sources import Source
 from hfgpt.data.stream import SHOWN_TOKENS, Decode, Origin, StepBatch, UnitNumber, divisors, join_batches
 from hfgpt.data.threads import start_together
-from hfgpt.data.units import IN_MEMORY_BYTES, Unit, Unusable
+from hfgpt.data.units import IN_MEMORY_BYTES, Row, Unit, Unusable
 from hfgpt.errors import TextEnded, UserError
 
 MAX_STREAMS = 96
@@ -58,7 +58,7 @@ class _Text(NamedTuple):
 
     place: list[int]
     origin: tuple[int, UnitNumber, int]
-    text: str
+    text: Row
     skipped: Counter[str] | None
 
 
@@ -153,7 +153,7 @@ class DocumentStream:
         is_found, skipped, empty_epochs = any(cursor[1:-1]), Counter[str](), 0
         while True:
             if self.max_epochs is not None and epoch >= self.max_epochs:
-                raise TextEnded(f"max_epochs={self.max_epochs} are over")
+                raise TextEnded(f"it has had its max_epochs={self.max_epochs}")
             parts = self._shuffle_parts(epoch)[stream :: self.streams].copy()
             for part in range(first_part, len(parts)):
                 sections = self._sections(epoch, parts[part])
@@ -273,5 +273,5 @@ def _units_of(source: Source, unit: Unit) -> list[Unit]:
 
 
 @functools.lru_cache(CACHED_UNITS)
-def _read(source: Source, unit: Unit) -> list[str | Unusable]:
+def _read(source: Source, unit: Unit) -> list[Row | Unusable]:
     return source.read(unit)

@@ -25,12 +25,13 @@ LOSSES = ("unknown_tokens", "unknown_tokens_left_out", "dropped_bytes", "dropped
 class Document(NamedTuple):
     """A text as int32 `ids`, with the separator first, or `joints` ids of a line end last.
 
-    `lost`: what the tokenizer does not represent, see LOSSES. `prefix`: bytes that it added before the text (a space).
+    `lost`: what the tokenizer does not represent, see LOSSES. `prefix`: bytes that it added before the text (a space),
+    None if the text is not known.
     """
 
     ids: np.ndarray
     lost: Counter[str]
-    prefix: int
+    prefix: int | None
     joints: int
 
 
@@ -119,12 +120,14 @@ class Encoder:
         """Return the characters of `text` that a character tokenizer lacks, sorted; empty for other tokenizers."""
         return [] if self._characters is None else sorted(set(text) - self._characters.keys())
 
-    def encode(self, texts: list[str]) -> list[np.ndarray]:
+    def encode(self, texts: Sequence[Any]) -> list[np.ndarray]:
         """Return the ids of texts, encoded as documents."""
         return [document.ids for document in self.documents(texts)]
 
-    def documents(self, texts: list[str]) -> list[Document]:
-        """Encode texts as documents. Raises UserError for an unknown character, or text that cannot be encoded."""
+    def documents(self, texts: Sequence[Any]) -> list[Document]:
+        """Encode texts as documents, or take their ids. Raises UserError for text that cannot be encoded."""
+        if any(isinstance(text, np.ndarray) for text in texts):
+            return [self._of_ids(text) if isinstance(text, np.ndarray) else self.documents([text])[0] for text in texts]
         start = [] if self.separator_id is None else [self.separator_id]
         documents = []
         for text, ids in zip(texts, self.tokens(texts), strict=True):
@@ -136,12 +139,21 @@ class Encoder:
             documents.append(Document(np.array([*start, *ids, *ends], np.int32), lost, prefix, len(ends)))
         return documents
 
-    def tokens(self, texts: list[str]) -> list[list[int]]:
+    def _of_ids(self, tokens: np.ndarray) -> Document:
+        start = 0 if self.separator_id is None else 1
+        joints = int(self.newline_id is not None and tokens[-1] != self.newline_id)
+        ids = np.empty(start + len(tokens) + joints, np.int32)
+        ids[:start] = self.separator_id or 0
+        ids[start : start + len(tokens)] = tokens
+        ids[start + len(tokens) :] = self.newline_id or 0
+        return Document(ids, Counter(), 0 if self.keeps_all_text else None, joints)
+
+    def tokens(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the ids of each text, without separators."""
         if self._characters is None:
             if self._fast is not None and all(len(text) < LONGEST_TEXT for text in texts):
                 return [self._fast.encode_ordinary(text) for text in texts]
-            return [encoding.ids for encoding in _encode_batch(self._backend, texts)]
+            return [encoding.ids for encoding in _encode_batch(self._backend, [*texts])]
         try:
             return [[self._characters[c] for c in text] for text in texts]
         except KeyError as error:
@@ -178,7 +190,7 @@ class Encoder:
         """Return the UTF-8 bytes of text that each id stands for; None if any text is not represented exactly."""
         lengths = [np.zeros(0, np.int32)]
         for document in documents:
-            if self.lengths is None or document.lost:
+            if self.lengths is None or document.lost or document.prefix is None:
                 return None
             lengths.append(self.lengths[document.ids])
             if document.prefix:
@@ -189,6 +201,8 @@ class Encoder:
         """Explain why `byte_lengths` is None."""
         if changed := sum(bool(document.lost) for document in documents):
             return f"the tokenizer does not represent {changed:,} of {len(documents):,} documents exactly"
+        if self.lengths is not None and any(document.prefix is None for document in documents):
+            return "this tokenizer changes text, and that of tokens that are ready is not known"
         if self.lengths is None:
             return "the tokenizer does not keep the spaces of a text, and the bytes of its tokens are not known"
         return None
@@ -218,3 +232,32 @@ def _encode_batch(backend: Tokenizer, texts: list[str]) -> list[Any]:
             f"tokenizer: cannot encode the text ({one_line(error)}); use one with an unknown token or "
             "all bytes, or train bpe-N"
         ) from error
+
+
+def describe_skipped(skipped: Counter[str]) -> list[str]:
+    """Return one line for rows without text, and one for text that the tokenizer does not represent, if any."""
+    rows: list[str] = []
+    losses: list[str] = []
+    for reason, count in sorted(skipped.items()):
+        (losses if reason.removeprefix("eval_") in LOSSES else rows).append(f"{count:,} {reason}")
+    kinds = {"rows of text left out": rows, "text that the tokenizer does not represent": losses}
+    return [f"{kind}: {', '.join(counts)}" for kind, counts in kinds.items() if counts]
+
+
+def first_tokens(encoder: Encoder, documents: Iterable[Any], count: int) -> np.ndarray:
+    """Return the first `count` tokens of the documents, or all of them if there are fewer."""
+    pieces: list[np.ndarray] = []
+    for document in documents:
+        pieces += encoder.encode([document])
+        if sum(map(len, pieces)) >= count:
+            break
+    return np.concatenate(pieces)[:count]
+
+
+def first_documents(documents: list[Document], count: int | None) -> list[Document]:
+    """Return the documents that contain the first `count` ids; all of them if None."""
+    if count is None:
+        return documents
+    ends = np.cumsum([len(document.ids) for document in documents])
+    enough = ends - [document.joints for document in documents] >= count
+    return documents[: int(enough.argmax()) + 1] if enough.any() else documents

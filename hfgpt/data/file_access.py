@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import gzip
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from fsspec.core import url_to_fs  # type: ignore[import-untyped]
 
-from hfgpt.data.kinds import BadFile
+from hfgpt.data.compression import open_compressed
+from hfgpt.data.kinds import BadFile, compression
 from hfgpt.data.remote import BROKEN, read_with_retries
 from hfgpt.errors import RunError, UserError, message
 
@@ -19,15 +19,18 @@ READ_AHEAD_BYTES = 4 * 2**20
 
 
 @contextlib.contextmanager
-def open_file(file: str, uncompressed: bool = True) -> Iterator[Any]:
-    """Open a local or remote file for reading, by default decompressed. Each read of a remote file is one request."""
+def open_file(file: str, uncompressed: bool = True, read_ahead: bool = False) -> Iterator[Any]:
+    """Open a local or remote file for reading, by default decompressed.
+
+    Each read of a remote file is one request, unless it is read ahead; a compressed file always is.
+    """
     filesystem, path = url_to_fs(file)
-    compressed = uncompressed and file.lower().endswith(".gz")
-    # gzip reads a few kilobytes at a time.
-    cache = {"block_size": READ_AHEAD_BYTES, "cache_type": "readahead"} if compressed else {"cache_type": "none"}
-    with filesystem.open(path, "rb", **cache) as raw:
+    suffix = compression(file) if uncompressed else None
+    # Decoders and readers of archives read a few kilobytes at a time.
+    ahead = {"block_size": READ_AHEAD_BYTES, "cache_type": "readahead"}
+    with filesystem.open(path, "rb", **(ahead if suffix or read_ahead else {"cache_type": "none"})) as raw:
         handle = _CompleteReads(raw) if "://" in file else raw
-        yield gzip.GzipFile(fileobj=handle) if compressed else handle
+        yield open_compressed(suffix, handle) if suffix else handle
 
 
 class _CompleteReads:

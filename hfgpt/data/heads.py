@@ -4,42 +4,43 @@ from __future__ import annotations
 
 import codecs
 import os
-import zlib
 from pathlib import Path
 from typing import NamedTuple
 
+from hfgpt.data.compression import BEGINNINGS, GZIP, NAMES, decompress_beginning, is_compressed
 from hfgpt.data.file_access import open_file
-from hfgpt.data.kinds import OTHER_KINDS, SAVE_AS_TEXT, BadFile, file_kind
+from hfgpt.data.kinds import COMPRESSIBLE, SAVE_AS_TEXT, BadFile, compression, file_kind
 from hfgpt.data.units import IN_MEMORY_BYTES
 
 HEAD_BYTES = 2**16
 LARGEST_ERROR_PAGE_BYTES = 2**20
-GZIP = b"\x1f\x8b"
+# How much of a compressed file is read to estimate how much it unpacks to; bzip2 needs more than HEAD_BYTES.
+PACKED_HEAD_BYTES = 2**20
 # First bytes of files that are not supported, or need another name: what the file is, and the fix.
 _BEGINNINGS = {
     b"version https://git-lfs": ("a Git LFS pointer, not the data", "fetch the file itself with git lfs pull"),
     b"/annex/objects/": ("a git-annex pointer, not the data", "fetch the file itself with git annex get"),
     b"PAR1": ("parquet", "rename it to .parquet"),
     b"PARE": ("encrypted parquet", "decrypt it"),
-    GZIP: ("compressed with gzip", "add .gz to its name"),
+    **{BEGINNINGS[suffix]: (f"compressed with {name}", f"add {suffix} to its name") for suffix, name in NAMES.items()},
     b"PK\x03\x04": ("a zip archive or an office document", "unpack it, or save its text as .txt or .jsonl"),
     b"%PDF": ("a PDF document", SAVE_AS_TEXT),
     b"{\\rtf": ("an RTF document", SAVE_AS_TEXT),
     b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1": ("an office document", SAVE_AS_TEXT),
-    b"\x28\xb5\x2f\xfd": OTHER_KINDS[".zst"],
-    b"\xfd7zXZ\0": OTHER_KINDS[".xz"],
-    b"BZh9": OTHER_KINDS[".bz2"],
-    b"ARROW1": ("Arrow", "convert it to parquet"),
-    b"\xff\xff\xff\xff": ("Arrow", "convert it to parquet, for example with datasets.Dataset.from_file"),
+    b"ARROW1": ("Arrow", "rename it to .arrow"),
+    b"\xff\xff\xff\xff": ("Arrow", "rename it to .arrow"),
+    b"FEA1": ("Arrow of a version without streams", "convert it to parquet, for example with pandas.read_feather"),
     b"SQLite format 3\0": ("an SQLite database", "export its text to parquet or .jsonl"),
-    b"\x93NUMPY": OTHER_KINDS[".npy"],
+    b"\x93NUMPY": ("an array of numbers", "rename it to .npy if it holds token ids"),
 }
+# First bytes, of these, that are right for a kind of file.
+_OWN_BEGINNINGS = {"parquet": (b"PAR1",), "arrow": (b"ARROW1", b"\xff\xff\xff\xff")}
 
 
 class FileHead(NamedTuple):
     """The first bytes of a file's content, decompressed: all of it if `is_whole`.
 
-    Also its size as stored and decompressed (modulo 2^32 for a large gzip file).
+    Also its size as stored and decompressed: modulo 2^32 for a large gzip file, estimated for other compressed ones.
     """
 
     data: bytes
@@ -50,37 +51,42 @@ class FileHead(NamedTuple):
 
 def read_head(file: str) -> FileHead:
     """Read and check the head of a file. Raises BadFile if it is not what the file's name promises."""
+    packed, kind = compression(file), file_kind(file)
     with open_file(file, uncompressed=False) as handle:
-        raw = handle.read(64 if file_kind(file) == "parquet" else HEAD_BYTES)
+        wanted = PACKED_HEAD_BYTES if packed not in (None, GZIP) else HEAD_BYTES if kind in COMPRESSIBLE else 64
+        raw = handle.read(wanted)
         size = text_bytes = handle.seek(0, os.SEEK_END)
         data = check_head(file, raw, size)
-        if file.lower().endswith(".gz"):
+        if packed == GZIP:
             handle.seek(max(0, size - 4))
             text_bytes = int.from_bytes(handle.read(4), "little")  # modulo 2^32, and only of the last member
-    if text_bytes != size and size <= IN_MEMORY_BYTES:
+        elif packed:
+            text_bytes = size * len(data) // max(len(raw), 1)
+    if packed and (text_bytes != size and size <= IN_MEMORY_BYTES if packed == GZIP else size == len(raw)):
         with open_file(file) as handle:
             text_bytes = handle.seek(0, os.SEEK_END)
-    return FileHead(data, len(raw) == size == len(data), size, text_bytes)
+    return FileHead(data[:PACKED_HEAD_BYTES], len(raw) == size == len(data) and not packed, size, text_bytes)
 
 
 def check_head(file: str, raw: bytes, size_bytes: int) -> bytes:
     """Decompress the first bytes `raw` of a file. Raises BadFile if they are not what the file's name promises."""
-    kind, head = file_kind(file), raw
-    if file.lower().endswith(".gz") and raw:
-        if not raw.startswith(GZIP):
-            _refuse_beginnings(file, raw)
+    kind, packed, head = file_kind(file), compression(file), raw
+    if packed and raw:
+        if not is_compressed(packed, raw):
+            refuse_beginnings(file, raw)
             raise BadFile(
-                f"dataset: {file} cannot be read as gzip, because it is not compressed; remove .gz from its name"
+                f"dataset: {file} cannot be read as {NAMES[packed]}, because it is not compressed; "
+                f"remove {packed} from its name"
             )
-        head = zlib.decompressobj(31).decompress(raw)
-    if not (kind == "parquet" and head.startswith(b"PAR1")):
-        _refuse_beginnings(file, head)
-    if kind != "parquet" and b"\0" in head[:64]:
-        fix = f"convert it, for example: iconv -f UTF-16 -t UTF-8 {Path(file).name} > utf8-{Path(file).name}"
-        raise BadFile(f"dataset: {file} contains zero bytes, as UTF-16 and binary files do, not UTF-8 text; {fix}")
+        head = decompress_beginning(packed, raw)
+    if not head.startswith(_OWN_BEGINNINGS.get(kind or "", ())):
+        refuse_beginnings(file, head)
     start = head[:1024].removeprefix(codecs.BOM_UTF8).lstrip().lower()
     is_page = start.startswith((b"<!doctype html", b"<html")) or (start.startswith(b"<?xml") and b"<error>" in start)
-    if is_page and size_bytes <= LARGEST_ERROR_PAGE_BYTES if kind == "text" else start.startswith(b"<"):
+    if kind in ("lines", "text", "csv") and b"\0" in head[:64]:
+        fix = f"convert it, for example: iconv -f UTF-16 -t UTF-8 {Path(file).name} > utf8-{Path(file).name}"
+        raise BadFile(f"dataset: {file} contains zero bytes, as UTF-16 and binary files do, not UTF-8 text; {fix}")
+    if is_page and size_bytes <= LARGEST_ERROR_PAGE_BYTES if kind in ("text", "csv") else start.startswith(b"<"):
         hint = " (markup to train on goes into .jsonl)" if kind == "text" else ""
         raise BadFile(f"dataset: {file} is a web page, not the data; download the file itself{hint}")
     if kind == "parquet" and start[:1] in (b"{", b"["):
@@ -90,10 +96,13 @@ def check_head(file: str, raw: bytes, size_bytes: int) -> bytes:
     return head
 
 
-def _refuse_beginnings(file: str, head: bytes) -> None:
+def refuse_beginnings(file: str, head: bytes) -> None:
+    """Raise BadFile for a file that begins like one of another kind."""
     for beginning, (kind, fix) in _BEGINNINGS.items():
         if head.startswith(beginning):
             raise BadFile(f"dataset: {file} is {kind}; {fix}")
+    if head[257:262] == b"ustar" and file_kind(file) != "tar":
+        raise BadFile(f"dataset: {file} is a tar archive; rename it to .tar")
 
 
 def no_column(file: str, text_column: str, columns: list[str]) -> BadFile:

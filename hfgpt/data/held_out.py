@@ -18,19 +18,23 @@ from hfgpt.config import PretrainConfig
 from hfgpt.data import embedded
 from hfgpt.data.file_hashes import is_earlier_hash
 from hfgpt.data.formats import format_of
+from hfgpt.data.formats.given import find_given
+from hfgpt.data.formats.tokens.column import has_token_columns
+from hfgpt.data.kinds import file_kind
 from hfgpt.data.local_files import local_files, no_such_file
-from hfgpt.data.sources import Earlier, Source, open_source, read_documents, text_hash
-from hfgpt.data.units import IN_MEMORY_BYTES, Unit, Unusable
+from hfgpt.data.saved_datasets import saved_splits
+from hfgpt.data.sources import NOT_EARLIER, Earlier, Source, open_source, read_documents, text_hash
+from hfgpt.data.units import IN_MEMORY_BYTES, Row, Unit, Unusable
 from hfgpt.errors import UserError
 
-# Largest number of characters held out of a large streamed text.
+# Largest number of characters, or tokens, held out of a large streamed text.
 MAX_HELD_OUT_CHARACTERS = 8 * 2**20
 # Of many files, at most the last ones of their units are held out; each is a request or two before the first step.
 MAX_HELD_OUT_UNITS = 16
 # Runs of an earlier version held out whole documents: the last ones, with a tenth of the characters in total.
 WHOLE_DOCUMENTS = "last tenth"
 
-Rows = list[str | Unusable]
+Rows = list[Row | Unusable]
 
 
 @dataclass
@@ -41,12 +45,12 @@ class HeldOut:
     is the whole document that the border of the held-out part splits. `skipped`: rows skipped while reading.
     """
 
-    validation: list[str]
+    validation: list[Row]
     rule: str
     origin: str
     units: list[Unit]
-    documents: list[str]
-    split_document: str | None = None
+    documents: list[Row]
+    split_document: Row | None = None
     skipped: Counter[str] = field(default_factory=Counter)
 
     @functools.cached_property
@@ -56,27 +60,73 @@ class HeldOut:
     @property
     def exclude(self) -> frozenset[int]:
         """Hashes of documents that training must not see: held-out ones, and the one that was split."""
-        return self.hashes | ({text_hash(self.split_document)} if self.split_document else set())
+        return self.hashes | (set() if self.split_document is None else {text_hash(self.split_document)})
+
+    @property
+    def whole_documents(self) -> list[Row]:
+        """The documents of `exclude`."""
+        return self.validation + ([] if self.split_document is None else [self.split_document])
 
 
-def hold_out(config: PretrainConfig, source: Source, documents: list[str] | None, saved_rule: str | None) -> HeldOut:
+def hold_out(
+    config: PretrainConfig,
+    source: Source,
+    documents: list[Row] | None,
+    saved_rule: str | None,
+    readable: Callable[[Source, str], Source],
+) -> HeldOut:
     """Hold out validation text.
 
     `documents`: all of the text if it is in memory, None for a stream. `saved_rule`: the rule of a run being resumed.
+    `readable`: returns a source that can be read, for an `eval_dataset` of tokens, and a name of it for messages.
     """
+    if isinstance(config.eval_dataset, dict):  # named texts, which are read once for all sources
+        return HeldOut([], "eval_dataset", "eval_dataset", source.units, documents or [])
     if config.eval_dataset is not None:
         # A document has at least one token, so these are enough documents.
         enough = None if config.eval_tokens is None else config.eval_tokens + 1
-        earlier = Earlier(hashes=saved_rule is not None and is_earlier_hash(saved_rule))
+        earlier, skipped = Earlier(hashes=saved_rule is not None and is_earlier_hash(saved_rule)), Counter[str]()
         eval_source = _open_eval_source(config.eval_dataset, source, config, earlier)
-        skipped = Counter[str]()
+        eval_source = readable(eval_source, f"eval_dataset={config.eval_dataset}")
         validation = list(islice(read_documents(eval_source, eval_source.units, skipped), enough))
         rule = f"eval_dataset {eval_source.fingerprint.get('hash', config.eval_dataset)}"
         origin, units = eval_source.description, source.units
         return HeldOut(validation, rule, origin, units, documents or [], skipped=skipped)
+    if source.validation:
+        return _hold_out_named(source, documents, config.eval_tokens)
     if documents is not None:
         return _hold_out_in_memory(source, documents, saved_rule)
     return _hold_out_of_stream(source)
+
+
+def open_evaluation_text(
+    name: str,
+    settings: dict[str, Any],
+    config: PretrainConfig,
+    source: Source | None,
+    readable: Callable[[Source, str], Source],
+) -> HeldOut:
+    """Read a named evaluation text. `source`: the training text, if there is one, whose splits are names, too.
+
+    `readable`: see `hold_out`.
+    """
+    where = f"eval_dataset.{name}" if name else "eval_dataset"
+    skipped, enough = Counter[str](), None if config.eval_tokens is None else config.eval_tokens + 1
+    try:
+        if source is not None and settings.keys() == {"dataset"}:
+            opened = _open_eval_source(settings["dataset"], source, config)
+        else:
+            own = config.of_text(settings)
+            assert isinstance(own.dataset, str)  # noqa: S101
+            hub = own.dataset_name, own.dataset_split, own.dataset_revision
+            opened = open_source(own.dataset, *hub, **source_options(own))
+    except UserError as error:
+        raise UserError(re.sub("^(eval_)?dataset(_split)?", where, str(error))) from error
+    opened = readable(opened, f"{where}={settings['dataset']}")
+    validation = list(islice(read_documents(opened, opened.units, skipped), enough))
+    fingerprint = opened.fingerprint
+    rule = f"eval_dataset {fingerprint.get('hash') or [fingerprint.get(key) for key in ('dataset', 'split', 'commit')]}"
+    return HeldOut(validation, rule, opened.description, [], [], skipped=skipped)
 
 
 def source_options(config: PretrainConfig) -> dict[str, Any]:
@@ -84,28 +134,58 @@ def source_options(config: PretrainConfig) -> dict[str, Any]:
         "text_column": config.text_column,
         "patience_seconds": config.stream_timeout,
         "skip_bad_files": config.on_bad_files == "skip",
+        "tokens_dtype": config.tokens_dtype,
+        "tokens_column": config.tokens_column,
     }
 
 
-def _open_eval_source(eval_dataset: str, source: Source, config: PretrainConfig, as_earlier: Earlier) -> Source:
+def _open_eval_source(
+    eval_dataset: str, source: Source, config: PretrainConfig, as_earlier: Earlier = NOT_EARLIER
+) -> Source:
     """Open the evaluation text: local files, the embedded text, or another split of the training text's Hub dataset."""
     options = source_options(config)
+    if find_given(eval_dataset) is not None:
+        return open_source(eval_dataset, **options)
+    if isinstance(config.dataset, str) and eval_dataset in saved_splits(config.dataset):
+        return open_source(config.dataset, split=eval_dataset, **options)
     is_path = os.path.exists(os.path.expanduser(eval_dataset)) or glob.has_magic(eval_dataset)
     try:
         if not (source.is_local or is_path or eval_dataset == embedded.NAME):
             revision = source.fingerprint["commit"]
+            assert isinstance(config.dataset, str)  # noqa: S101
             return open_source(config.dataset, config.dataset_name, eval_dataset, revision, **options)
         files = ([], []) if eval_dataset == embedded.NAME else local_files(eval_dataset)
         if files is None and "/" not in eval_dataset:
             raise no_such_file(eval_dataset)  # the name of a split, but local text has no splits
-        if files and not any(format_of(file).HAS_COLUMNS for file in files[0]):
-            options["text_column"] = "text"  # the setting applies to the training text
+        if files:  # the settings apply to the training text
+            if not any(format_of(file).HAS_COLUMNS for file in files[0]):
+                options["text_column"] = "text"
+            if not any(map(has_token_columns, files[0])):
+                options["tokens_column"] = None
+            if not any(file_kind(file) in (None, "tokens") for file in files[0]):
+                options["tokens_dtype"] = None
         return open_source(eval_dataset, **options, as_earlier=as_earlier)
     except UserError as error:
         raise UserError(re.sub("^dataset(_split)?", "eval_dataset", str(error))) from error
 
 
-def _hold_out_in_memory(source: Source, documents: list[str], saved_rule: str | None) -> HeldOut:
+def _hold_out_named(source: Source, documents: list[Row] | None, eval_tokens: int | None) -> HeldOut:
+    """Hold out what the names of the files call validation, up to `eval_tokens` or 8 Mi tokens."""
+    files = sorted({unit.file for unit in source.validation})
+    rule = f"held out: {', '.join(os.path.basename(file) for file in files)}"
+    held_out = HeldOut([], rule, rule, source.units, documents or [])
+    wanted = MAX_HELD_OUT_CHARACTERS if eval_tokens is None else eval_tokens + 1
+    for document in read_documents(source, source.validation, held_out.skipped):
+        held_out.validation.append(document)
+        wanted -= len(document)
+        if wanted <= 0:
+            break
+    if not held_out.validation:
+        raise no_documents(f"dataset={source.description}: {rule}", held_out.skipped)
+    return held_out
+
+
+def _hold_out_in_memory(source: Source, documents: list[Row], saved_rule: str | None) -> HeldOut:
     split_document = None
     if saved_rule == WHOLE_DOCUMENTS and len(documents) > 1:
         rule = WHOLE_DOCUMENTS
@@ -113,7 +193,7 @@ def _hold_out_in_memory(source: Source, documents: list[str], saved_rule: str | 
         first = max(1, len(documents) - 1 - int(np.searchsorted(10 * characters, characters[-1])))
         training, validation = documents[:first], documents[first:]
     else:
-        rule = saved_rule if saved_rule == WHOLE_DOCUMENTS else "last tenth of the characters"
+        rule = saved_rule if saved_rule == WHOLE_DOCUMENTS else f"last tenth of the {_unit(source)}"
         ends = np.cumsum([len(text) for text in documents])
         border = int(0.9 * int(ends[-1]))
         first = int(np.searchsorted(ends, border, "right"))
@@ -122,7 +202,7 @@ def _hold_out_in_memory(source: Source, documents: list[str], saved_rule: str | 
         head = [split_document[:character]] if character else []
         training, validation = documents[:first] + head, [split_document[character:], *documents[first + 1 :]]
     share = _percent(sum(map(len, validation)), sum(map(len, documents)))
-    origin = f"held out: the last tenth of the text ({share} of the characters)"
+    origin = f"held out: the last tenth of the text ({share} of the {_unit(source)})"
     return HeldOut(validation, rule, origin, source.units, training, split_document)
 
 
@@ -141,10 +221,10 @@ class _Border(NamedTuple):
     character: int = 0
     share: str = ""
 
-    def rule(self, by_file: bool) -> str:
+    def rule(self, source: Source) -> str:
         unit, of_file = self.place
-        where = f"file {unit}, unit {of_file}" if by_file else f"unit {unit}"
-        character = f", character {self.character}" if self.character else ""
+        where = f"file {unit}, unit {of_file}" if source.by_file else f"unit {unit}"
+        character = f", {_unit(source)[:-1]} {self.character}" if self.character else ""
         return f"held out: {where} from row {self.row}{character} on"
 
     def units_before(self, source: Source) -> list[Unit]:
@@ -160,7 +240,7 @@ class _Border(NamedTuple):
 def _hold_out_of_stream(source: Source) -> HeldOut:
     read = functools.cache(source.read)
     border, units = _find_border(source, read)
-    rule = border.rule(source.by_file)
+    rule = border.rule(source)
     held_out = HeldOut([], rule, rule + border.share, border.units_before(source), [])
     for place in sorted(place for place in units if place >= border.place):
         for row in read(units[place])[border.row if place == border.place else 0 :]:
@@ -199,7 +279,7 @@ def _find_border(source: Source, read: Callable[[Unit], Rows]) -> tuple[_Border,
     for place, unit, size in _from_the_end(source):
         rows = read(unit)
         units[place] = unit
-        lengths[place] = [len(row) if isinstance(row, str) else 0 for row in rows]
+        lengths[place] = [0 if isinstance(row, Unusable) else len(row) for row in rows]
         skipped.update(row.reason for row in rows if isinstance(row, Unusable))
         read_bytes += size
         characters += sum(lengths[place])
@@ -214,7 +294,7 @@ def _find_border(source: Source, read: Callable[[Unit], Rows]) -> tuple[_Border,
                 break
     if not characters:
         raise no_documents(f"dataset={source.description}", skipped)
-    share = f" ({'' if is_whole else 'about '}{_percent(wanted, total)} of the characters)"
+    share = f" ({'' if is_whole else 'about '}{_percent(wanted, total)} of the {_unit(source)})"
     for place, of_unit in lengths.items():
         for row in reversed(range(len(of_unit))):
             if of_unit[row] >= wanted:
@@ -225,6 +305,10 @@ def _find_border(source: Source, read: Callable[[Unit], Rows]) -> tuple[_Border,
 
 def no_documents(text: str, skipped: Counter[str]) -> UserError:
     return UserError(f"{text}: contains no usable document" + (f" (skipped: {dict(skipped)})" if skipped else ""))
+
+
+def _unit(source: Source) -> str:
+    return "tokens" if source.has_tokens else "characters"
 
 
 def _percent(part: int, whole: int) -> str:

@@ -9,7 +9,9 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from hfgpt.data.formats.tokens.layouts import is_marked
 from hfgpt.data.kinds import KNOWN, describe_other_kind, file_kind
+from hfgpt.data.token_names import COMPANION
 from hfgpt.errors import UserError
 
 # Written by `datasets` to describe the files next to them.
@@ -50,8 +52,13 @@ def no_such_file(dataset: str) -> UserError:
 def _choose_files(dataset: str, found: list[str]) -> tuple[list[str], list[str]]:
     # A broken link counts as a file, and is reported when the file is read.
     files = [file for file in found if os.path.isfile(file) or not os.path.exists(file)]
-    others = [file for file in files if not file_kind(file) or (Path(file).name in LEFT_OUT and len(files) > 1)]
+    others = [
+        file
+        for file in files
+        if not (file_kind(file) or is_marked(file)) or (Path(file).name in LEFT_OUT and len(files) > 1)
+    ]
     usable = sorted(set(files).difference(others))
+    others = [file for file in others if not COMPANION.search(file)]
     by_identity: dict[object, str] = {}
     for file in sorted(usable, key=lambda file: (os.path.realpath(file) != file, file)):  # files before links to them
         by_identity.setdefault(_identity(file), file)

@@ -15,11 +15,13 @@ SETTINGS = {
     "dataset.commit": "dataset_revision, as commit",
     "dataset.text_column": "text_column",
     "dataset.text_pieces": "characters per piece of a txt file",
+    "dataset.tokens": "layout of the token files",
     "held_out": "eval_dataset or the hold-out rule",
     "held_out.hash": "validation text (eval_tokens, eval_dataset)",
     "blocks_per_step": "tokens_per_step, in blocks of sequence_length",
     "stream": "streaming",
 }
+SOURCE = ": "  # after the name of a source of a mixture, before its keys
 FILE = "dataset.file "  # prefix of the keys of single files
 
 
@@ -33,6 +35,7 @@ def resumed_position(
     the epoch after the saved one, which has another order.
     """
     keys = dict.fromkeys([*fingerprint, *stream.fingerprint])
+    keys.pop("weights", None)  # of a mixture: they may change
     changed = [key for key in keys if fingerprint.get(key) != stream.fingerprint.get(key)]
     words = "; ".join(_describe_change(key, fingerprint.get(key), stream.fingerprint.get(key)) for key in changed)
     if changed and not accept_changes:
@@ -44,25 +47,53 @@ def resumed_position(
         raise UserError(
             f"resume_from_checkpoint: not a valid position in the text: {position!s:.80}; use another checkpoint"
         )
-    cursors = position.get("streams", [])
-    start = stream.start.get("streams", [])
-    has_same_form = [*map(len, cursors)] == [*map(len, start)]
+    places, own = position.get("sources", {"": position}), getattr(stream, "sources", {"": stream})
+    has_same_form = places.keys() == own.keys() and all(
+        [*map(len, place.get("streams", []))] == [*map(len, own[name].start.get("streams", []))]
+        for name, place in places.items()
+    )
     if not changed and not has_same_form:
         raise UserError("resume_from_checkpoint: the position does not fit this text; use another checkpoint")
     if not changed or (changed == ["blocks_per_step"] and has_same_form):
         return position, words
-    epoch = max(cursor[0] for cursor in cursors) if cursors else position["epoch"]
+    epoch = max(cursor[0] for place in places.values() for cursor in place.get("streams") or [[place.get("epoch")]])
     return stream.start_of_epoch(epoch + 1), words
 
 
+def of_source(fingerprint: dict[str, Any] | None, name: str) -> dict[str, Any] | None:
+    """Return the part of a mixture's fingerprint that is that of a source, None if it has none."""
+    prefix = f"{name}{SOURCE}"
+    return {
+        key.removeprefix(prefix): value for key, value in (fingerprint or {}).items() if key.startswith(prefix)
+    } or None
+
+
 def _describe_change(key: str, then: Any, now: Any) -> str:
+    name, colon, of_source = key.partition(SOURCE)
+    if colon:
+        return f"dataset {name}: {_describe_change(of_source, then, now)}"
     if key.startswith(FILE):
         return f"file {key.removeprefix(FILE)} {'is new' if then is None else 'is gone' if now is None else 'changed'}"
     return f"{SETTINGS.get(key, key.replace('.', ' '))} ({then} then, {now} now)"
 
 
 def _is_position(position: dict[str, Any]) -> bool:
-    """Return whether this has the form of a stream's position: a place in an epoch, or numbers for each stream."""
+    """Return whether this has the form of a stream's position: a place in an epoch, or numbers for each stream.
+
+    Of a mixture: counters, and such a position for each source.
+    """
+    if "sources" in position:
+        sources, keys = position["sources"], ("blocks", "tokens", "ahead", "sources")
+        counters = [position.get("step"), position.get("since"), *map(position.get, keys[:2])]
+        numbers = [n for one in counters for n in (one.values() if isinstance(one, dict) else [one])]
+        return (
+            all(isinstance(position.get(key), dict) for key in keys)
+            and isinstance(position.get("over"), list)
+            and all(position[key].keys() == sources.keys() for key in keys[:2])
+            and all(isinstance(number, int) and number >= 0 for number in numbers)
+            and all(isinstance(one, dict) and "sources" not in one and _is_position(one) for one in sources.values())
+            and bool(sources)
+        )
     in_memory = position.keys() == {"epoch", "block"}
     cursors = [list(position.values())] if in_memory else position.get("streams")
     if not isinstance(cursors, list) or not all(isinstance(cursor, list) for cursor in cursors):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -18,22 +18,21 @@ from transformers import PreTrainedTokenizerFast
 
 from hfgpt.config import PretrainConfig
 from hfgpt.data.document_stream import DocumentStream
-from hfgpt.data.encoding import LOSSES, Document, Encoder, make_repeatable
+from hfgpt.data.encoding import Document, Encoder, describe_skipped, first_documents, first_tokens
 from hfgpt.data.held_out import HeldOut, hold_out, no_documents, source_options
 from hfgpt.data.memory_blocks import MemoryBlocks
+from hfgpt.data.mixture import MixedStream
 from hfgpt.data.permutation import permutation
-from hfgpt.data.remote import check_hub, model_files
+from hfgpt.data.run_tokenizer import RunTokenizer
 from hfgpt.data.sources import Earlier, Source, open_source, read_documents, read_shuffled, text_hash
-from hfgpt.data.tokenization import load_tokenizer
-from hfgpt.data.units import IN_MEMORY_BYTES
+from hfgpt.data.units import IN_MEMORY_BYTES, Row
 from hfgpt.errors import UserError
-from hfgpt.files import has_tokenizer
 from hfgpt.messages.formats import counted
 from hfgpt.messages.slow_progress import SlowWork
-from hfgpt.model.configuration_gpt2 import model_fields
-from hfgpt.settings.field_types import AUTO
 
 CHARACTER_SCAN_BYTES = 256 * 2**20
+# Compressed files are held in memory if they unpack to at most this many times IN_MEMORY_BYTES.
+LARGEST_RATIO = 16
 
 
 @dataclass
@@ -43,17 +42,84 @@ class TextData:
     `validation`, and a `train_sample` of training text if requested: one run of int32 tokens each.
     `validation_bytes`: UTF-8 bytes of all validation tokens except the first; None if unknown. `description`: lines for
     the plan. `skipped`: rows skipped so far, and what the tokenizer does not represent, by reason; a document stream
-    counts its own with each step. `validation_documents`: number of different ones.
+    counts its own with each step. `validation_documents`: number of different ones. `named_validation`: the parts of
+    `validation` that are evaluated by name, each with its bytes. `tokenizer_name`: the setting, or what tokens that are
+    ready name as theirs.
     """
 
     tokenizer: PreTrainedTokenizerFast
-    train: MemoryBlocks | DocumentStream
+    train: MemoryBlocks | DocumentStream | MixedStream
     validation: np.ndarray
     train_sample: np.ndarray | None
     validation_bytes: int | None
     description: list[str]
     skipped: Counter[str]
     validation_documents: int
+    tokenizer_name: str
+    named_validation: dict[str, tuple[np.ndarray, int | None]] = field(default_factory=dict)
+
+
+@dataclass
+class OpenText:
+    """One text after its validation text was held out, before it is encoded.
+
+    `documents`: all of them if the text is in memory, None for a document stream. `training`: the units for training.
+    """
+
+    config: PretrainConfig
+    source: Source
+    documents: list[Row] | None
+    held_out: HeldOut
+    training: Source
+    skipped: Counter[str]
+
+    def exclude(self, hashes: frozenset[int]) -> None:
+        """Leave out documents with these hashes from training."""
+        self.training = dataclasses.replace(self.training, exclude=hashes)
+        kept = [text for text in self.held_out.documents if text_hash(text) not in hashes]
+        self.skipped += Counter(in_validation=len(self.held_out.documents) - len(kept))
+        self.held_out.documents = kept
+
+
+def exclude_evaluated(texts: Sequence[OpenText], evaluated: Iterable[HeldOut], tokenizer: RunTokenizer) -> None:
+    """Leave out documents of evaluation texts from training, also where one has the tokens of what the other has."""
+    evaluated = list(evaluated)
+    hashes = frozenset[int]().union(*(held_out.exclude for held_out in evaluated))
+    rows = [row for held_out in evaluated for row in held_out.whole_documents]
+    kinds = {text.source.has_tokens for text in texts}
+    copies = {has_tokens: tokenizer.hashes_of_copies(rows, as_tokens=has_tokens) for has_tokens in kinds}
+    for text in texts:
+        text.exclude(hashes | copies[text.source.has_tokens])
+
+
+def open_text(
+    config: PretrainConfig, source: Source, tokenizer: RunTokenizer, saved: dict[str, Any] | None
+) -> OpenText:
+    """Decide whether the text of an opened source is held in memory, and hold out validation text."""
+    source = tokenizer.readable(source, f"dataset={config.dataset}")
+    in_memory = _fits_memory(source) if config.streaming == "auto" else not config.streaming
+    if config.tokenizer == "char" and not tokenizer.is_loaded and source.size_bytes > CHARACTER_SCAN_BYTES:
+        raise UserError("tokenizer=char: needs all of the text in memory, and this text is too large; use bpe-4096")
+    if not in_memory:
+        source = source.split_for_stream()
+    skipped = +Counter(bad_file=source.skipped_files)
+    documents = _read_all(config, source, skipped) if in_memory else None
+    with SlowWork("reading the held-out text"):
+        held_out = hold_out(config, source, documents, (saved or {}).get("held_out"), tokenizer.readable)
+    skipped.update({f"eval_{reason}": count for reason, count in held_out.skipped.items()})
+    training = dataclasses.replace(source, units=held_out.units)
+    return OpenText(config, source, documents, held_out, training, skipped)
+
+
+def build_stream(text: OpenText, encoder: Encoder, blocks_per_step: int) -> tuple[MemoryBlocks | DocumentStream, str]:
+    """Return the stream of a text, and its description."""
+    fingerprint = _fingerprint(text.config, text.source, encoder, text.held_out, blocks_per_step)
+    if text.documents is not None:
+        return _memory_blocks(encoder, text.held_out.documents, fingerprint, text.skipped)
+    fingerprint["stream"] = "documents"
+    train = DocumentStream(text.training, encoder, **_shape(fingerprint), fingerprint=fingerprint)
+    units = counted(len(text.source.units), "file" if text.source.by_file else "unit")
+    return train, f"document stream: {units} over {train.streams} streams"
 
 
 def prepare_data(
@@ -69,80 +135,51 @@ def prepare_data(
     document, nor an exact copy of one. `saved`: the fingerprint of a run being resumed, whose text is opened
     by the same rules. Raises UserError for text that is missing or unusable. Writes nothing.
     """
-    source = _open_training_source(config, Earlier.of(saved))
-    in_memory = _fits_memory(source) if config.streaming == "auto" else not config.streaming
-    if config.tokenizer == "char" and tokenizer is None and source.size_bytes > CHARACTER_SCAN_BYTES:
-        raise UserError("tokenizer=char: needs all of the text in memory, and this text is too large; use bpe-4096")
-    if not in_memory:
-        source = source.split_for_stream()
-    skipped = +Counter(bad_file=source.skipped_files)
-    documents = _read_all(config, source, skipped) if in_memory else None
-    with SlowWork("reading the held-out text"):
-        held_out = hold_out(config, source, documents, (saved or {}).get("held_out"))
-    skipped.update({f"eval_{reason}": count for reason, count in held_out.skipped.items()})
-    training = dataclasses.replace(source, units=held_out.units, exclude=held_out.exclude)
-    kept = [text for text in held_out.documents if text_hash(text) not in held_out.exclude]
-    skipped += Counter(in_validation=len(held_out.documents) - len(kept))
-
-    if tokenizer is None:
-        whole, part = (source, training) if documents is None else (documents, kept)
-        tokenizer = _load_tokenizer(config, whole, part)
-    encoder = _make_encoder(config, tokenizer)
-    fingerprint = _fingerprint(config, source, encoder, held_out, blocks_per_step)
-    train: MemoryBlocks | DocumentStream
-    if in_memory:
-        train, how = _memory_blocks(encoder, kept, fingerprint, skipped)
-        shuffled: Iterable[str] = (kept[i] for i in permutation(len(kept), config.seed))
-    else:
-        fingerprint["stream"] = "documents"
-        train = DocumentStream(training, encoder, **_shape(fingerprint), fingerprint=fingerprint)
-        units = counted(len(source.units), "file" if source.by_file else "unit")
-        how = f"document stream: {units} over {train.streams} streams"
-        shuffled = read_shuffled(training, config.seed)
-    validation, validation_bytes, lines = _encode_validation(config, encoder, held_out, skipped)
+    source = open_training_source(config, saved)
+    of_run = RunTokenizer(config, {"": source}, tokenizer)
+    text = open_text(config := of_run.config, source, of_run, saved)
+    exclude_evaluated([text], [text.held_out], of_run)
+    tokenizer, encoder = of_run.load(documents_for_tokenizer(config, [text])), of_run.encoder
+    train, how = build_stream(text, encoder, blocks_per_step)
+    source, held_out, skipped, shuffled = text.source, text.held_out, text.skipped, shuffled_documents(text)
+    validation, validation_bytes, lines = encode_validation(config, encoder, held_out, skipped)
     return TextData(
         tokenizer=tokenizer,
         train=train,
         validation=validation,
-        train_sample=_first_tokens(encoder, shuffled, len(validation)) if config.eval_train else None,
+        train_sample=first_tokens(encoder, shuffled, len(validation)) if config.eval_train else None,
         validation_bytes=validation_bytes,
         description=[
             source.description,
-            _describe_tokenizer(config, tokenizer, encoder.rows),
+            of_run.describe(),
             f"training: {how}",
             *lines,
             *(f"so far, {line}" for line in describe_skipped(skipped)),
         ],
         skipped=skipped,
         validation_documents=len(held_out.hashes),
+        tokenizer_name=config.tokenizer,
     )
 
 
-def describe_skipped(skipped: Counter[str]) -> list[str]:
-    """Return one line for rows without text, and one for text that the tokenizer does not represent, if any."""
-    rows: list[str] = []
-    losses: list[str] = []
-    for reason, count in sorted(skipped.items()):
-        (losses if reason.removeprefix("eval_") in LOSSES else rows).append(f"{count:,} {reason}")
-    kinds = {"rows of text left out": rows, "text that the tokenizer does not represent": losses}
-    return [f"{kind}: {', '.join(counts)}" for kind, counts in kinds.items() if counts]
-
-
-def _open_training_source(config: PretrainConfig, as_earlier: Earlier) -> Source:
+def open_training_source(config: PretrainConfig, saved: dict[str, Any] | None) -> Source:
+    assert isinstance(config.dataset, str)  # noqa: S101 the settings of one text
     dataset = Path(config.dataset)
     if dataset.is_dir() and Path(config.output_dir).resolve().is_relative_to(dataset.resolve()):
         raise UserError(
             f"output_dir={config.output_dir}: is inside dataset={config.dataset}, all of whose files are training text"
         )
     hub = config.dataset_name, config.dataset_split, config.dataset_revision
-    return open_source(config.dataset, *hub, **source_options(config), as_earlier=as_earlier)
+    return open_source(config.dataset, *hub, **source_options(config), as_earlier=Earlier.of(saved))
 
 
 def _fits_memory(source: Source) -> bool:
-    return source.is_local and source.size_bytes <= IN_MEMORY_BYTES
+    unpacked_bytes = sum(unit.size_bytes for unit in source.units)
+    is_small = source.size_bytes <= IN_MEMORY_BYTES and unpacked_bytes <= LARGEST_RATIO * IN_MEMORY_BYTES
+    return source.is_local and is_small
 
 
-def _read_all(config: PretrainConfig, source: Source, skipped: Counter[str]) -> list[str]:
+def _read_all(config: PretrainConfig, source: Source, skipped: Counter[str]) -> list[Row]:
     with SlowWork("reading the text", "documents") as work:
         documents = list(work.count(read_documents(source, source.units, skipped)))
     if not documents:
@@ -150,43 +187,24 @@ def _read_all(config: PretrainConfig, source: Source, skipped: Counter[str]) -> 
     return documents
 
 
-def _load_tokenizer(
-    config: PretrainConfig, whole: Source | list[str], part: Source | list[str]
-) -> PreTrainedTokenizerFast:
-    """Load the tokenizer, or train it: char on the whole text, bpe-N on the training part."""
-    name, text = config.tokenizer, whole if config.tokenizer == "char" else part
+def documents_for_tokenizer(config: PretrainConfig, texts: Iterable[OpenText]) -> Iterable[Row]:
+    """Return the documents that a tokenizer is trained on: the whole texts for char, their training parts for bpe-N."""
+    return chain.from_iterable(_documents_for_tokenizer(text, config.tokenizer == "char") for text in texts)
+
+
+def _documents_for_tokenizer(text: OpenText, whole: bool) -> Iterable[Row]:
+    if text.documents is not None:
+        return text.documents if whole else text.held_out.documents
     # Units in random order, so that the first ones are a representative sample.
-    texts = read_shuffled(text, config.seed) if isinstance(text, Source) else text
-    if name == AUTO and config.init_from is not None:
-        files = model_files(config.init_from)
-        if not has_tokenizer(files):
-            hint = "gpt2 for nanoGPT's 50,304 rows, char for its character models"
-            raise UserError(f"init_from={config.init_from}: has no tokenizer of its own; set --tokenizer ({hint})")
-        name = str(files)
-    is_trained = name == "char" or name.startswith("bpe-")
-    if not (is_trained or os.path.exists(name)):
-        check_hub(f"tokenizer={name}", name)
-    what, unit = ("training", "documents") if is_trained else ("loading", "")
-    with SlowWork(f"{what} the tokenizer {name}", unit) as work:
-        return load_tokenizer(name, lambda: work.count(texts), model_fields(config.model).get("n_positions", 1024))
+    return read_shuffled(text.source if whole else text.training, text.config.seed)
 
 
-def _make_encoder(config: PretrainConfig, tokenizer: PreTrainedTokenizerFast) -> Encoder:
-    encoder = Encoder(make_repeatable(tokenizer))
-    if config.document_masking and encoder.separator_id is None:
-        raise UserError(f"document_masking: tokenizer={config.tokenizer} puts no end-of-text between documents")
-    if encoder.separator_is_text:
-        raise UserError(
-            f"tokenizer={config.tokenizer}: its end-of-text (eos) is {tokenizer.eos_token!r}, a character of ordinary "
-            "text, which would end documents; give it an eos_token that is not in the text"
-        )
-    return encoder
-
-
-def _describe_tokenizer(config: PretrainConfig, tokenizer: PreTrainedTokenizerFast, rows: int) -> str:
-    named = "of init_from" if config.tokenizer == AUTO else config.tokenizer
-    highest = f" with ids up to {rows - 1:,}" if rows > len(tokenizer) else ""
-    return f"tokenizer: {named}, {len(tokenizer):,} entries{highest}"
+def shuffled_documents(text: OpenText) -> Iterable[Row]:
+    """Return the training documents in a fixed random order."""
+    if text.documents is None:
+        return read_shuffled(text.training, text.config.seed)
+    kept = text.held_out.documents
+    return (kept[i] for i in permutation(len(kept), text.config.seed))
 
 
 def _fingerprint(
@@ -209,7 +227,7 @@ def _shape(fingerprint: dict[str, Any]) -> dict[str, int]:
 
 
 def _memory_blocks(
-    encoder: Encoder, texts: list[str], fingerprint: dict[str, Any], skipped: Counter[str]
+    encoder: Encoder, texts: list[Row], fingerprint: dict[str, Any], skipped: Counter[str]
 ) -> tuple[MemoryBlocks, str]:
     """Return the stream of a text in memory, and its description. Counts what the tokenizer loses in `skipped`."""
     documents = _encode(encoder, texts)
@@ -227,7 +245,7 @@ def _memory_blocks(
     return train, f"in memory: {counted(len(texts), 'document')}, {len(tokens):,} tokens, {blocks}"
 
 
-def _encode_validation(
+def encode_validation(
     config: PretrainConfig, encoder: Encoder, held_out: HeldOut, skipped: Counter[str]
 ) -> tuple[np.ndarray, int | None, list[str]]:
     """Return the validation tokens, their bytes without the first token, and lines for the plan.
@@ -236,7 +254,7 @@ def _encode_validation(
     """
     enough = None if config.eval_tokens is None else config.eval_tokens + 1
     encoded = _encode(encoder, held_out.validation)
-    used = _first_documents(encoded, enough)
+    used = first_documents(encoded, enough)
     skipped.update({f"eval_{reason}": count for reason, count in _losses(used).items()})
     tokens = encoder.joined(used)
     is_limited = enough is not None and (len(used) < len(encoded) or len(tokens) > enough)
@@ -255,7 +273,7 @@ def _encode_validation(
     return tokens, None if lengths is None else int(lengths[1 : len(tokens)].sum()), lines
 
 
-def _encode(encoder: Encoder, texts: list[str]) -> list[Document]:
+def _encode(encoder: Encoder, texts: list[Row]) -> list[Document]:
     groups = [texts[start : start + 64] for start in range(0, len(texts), 64)]
     # Encoding releases the interpreter lock.
     with ThreadPoolExecutor(os.cpu_count()) as pool, SlowWork("tokenizing", "documents", len(texts)) as work:
@@ -264,22 +282,3 @@ def _encode(encoder: Encoder, texts: list[str]) -> list[Document]:
 
 def _losses(documents: list[Document]) -> Counter[str]:
     return sum((document.lost for document in documents if document.lost), Counter[str]())
-
-
-def _first_documents(documents: list[Document], count: int | None) -> list[Document]:
-    """Return the documents that contain the first `count` ids; all of them if None."""
-    if count is None:
-        return documents
-    ends = np.cumsum([len(document.ids) for document in documents])
-    enough = ends - [document.joints for document in documents] >= count
-    return documents[: int(enough.argmax()) + 1] if enough.any() else documents
-
-
-def _first_tokens(encoder: Encoder, documents: Iterable[str], count: int) -> np.ndarray:
-    """Return the first `count` tokens of the documents, or all of them if there are fewer."""
-    pieces: list[np.ndarray] = []
-    for document in documents:
-        pieces += encoder.encode([document])
-        if sum(map(len, pieces)) >= count:
-            break
-    return np.concatenate(pieces)[:count]

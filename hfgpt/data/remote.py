@@ -13,6 +13,8 @@ from typing import Any, TypeVar
 
 import pyarrow as pa
 
+from hfgpt.data.kinds import file_kind
+from hfgpt.data.token_names import splits_of_repository
 from hfgpt.errors import RunError, UserError, message
 from hfgpt.links import follow
 from hfgpt.retry import error_names, is_temporary, retry
@@ -26,6 +28,8 @@ BROKEN = (EOFError, zlib.error, pa.ArrowException, UnicodeDecodeError)
 TRIES_OF_A_BROKEN_FILE = 3
 # Seconds to wait for the Hub's first answer before it is reported as unreachable.
 CONTACT_SECONDS = 5.0
+# Files that `datasets` reads, except what describes a set of tokens.
+_DATA_FILE = re.compile(r"\.(parquet|jsonl|csv|tsv|txt|arrow|tar)(\.\w+)?$")
 UNREACHABLE = {"ConnectError", "ConnectTimeout", "ConnectionError", "ProxyError", "TimeoutError"}
 
 _retries: list[dict[str, Any]] = []
@@ -170,8 +174,17 @@ def _find_splits(dataset: str, name: str | None, revision: str | None) -> tuple[
 
     if HF_HUB_OFFLINE:
         folder = snapshot_download(dataset, repo_type="dataset", revision=revision, local_files_only=True)
+        files = [path.relative_to(folder).as_posix() for path in sorted(Path(folder).rglob("*")) if path.is_file()]
+        if splits := _token_splits(dataset, name, "", files):
+            root = f"hf://datasets/{dataset}@/"
+            return {key: [file.replace(root, f"{folder}/") for file in splits[key]] for key in splits}, Path(
+                folder
+            ).name
         return load_dataset_builder(folder, name).config.data_files or {}, Path(folder).name
-    commit = str(HfApi().dataset_info(dataset, revision=revision).sha)
+    info = HfApi().dataset_info(dataset, revision=revision)
+    commit = str(info.sha)
+    if splits := _token_splits(dataset, name, commit, [sibling.rfilename for sibling in info.siblings or ()]):
+        return splits, commit
     return load_dataset_builder(dataset, name, revision=commit).config.data_files or {}, commit
 
 
@@ -186,6 +199,17 @@ def listed_sizes(files: list[str]) -> list[int]:
     folders = dict.fromkeys(path.rpartition("/")[0] for path in paths)
     sizes = {entry["name"]: entry["size"] for folder in folders for entry in filesystem.ls(folder)}
     return [sizes[path] for path in paths]
+
+
+def _token_splits(dataset: str, name: str | None, commit: str, files: list[str]) -> dict[str, list[str]]:
+    """Return the token files of a repository (or of its folder `name`) by split; empty if it has other data files.
+
+    `datasets` does not know such files.
+    """
+    if not any(file_kind(file) == "tokens" for file in files) or any(map(_DATA_FILE.search, files)):
+        return {}
+    chosen = [file for file in files if name is None or file.startswith(f"{name}/")]
+    return splits_of_repository([f"hf://datasets/{dataset}@{commit}/{file}" for file in chosen])
 
 
 def model_files(name: str, setting: str = "init_from=") -> Path:

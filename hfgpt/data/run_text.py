@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +9,11 @@ from transformers import PreTrainedTokenizerFast
 
 from hfgpt.config import PretrainConfig
 from hfgpt.data import embedded
+from hfgpt.data.formats.given import TRAINING, find_given
 from hfgpt.data.local_files import local_files
-from hfgpt.data.prepare import TextData, prepare_data
+from hfgpt.data.position import SOURCE
+from hfgpt.data.prepare import TextData
+from hfgpt.data.prepare_mixture import prepare_data
 from hfgpt.errors import UserError, message
 from hfgpt.settings.field_types import AUTO
 
@@ -28,16 +30,21 @@ def prepare_data_of_run(
     The dataset is opened at the same commit, and a tokenizer that was trained for the run is loaded from the checkpoint
     `folder`.
     """
-    commit = fingerprint.get("dataset.commit")
-    pinned, tokenizer = config, None
-    was_local = commit is None and config.dataset != embedded.NAME and config.dataset == saved_config.get("dataset")
-    if was_local and local_files(config.dataset) is None:
-        raise UserError(
-            f"dataset={config.dataset}: was a local path when the run began, but does not exist here; start from the "
-            "same folder, or give the full path"
-        )
-    if commit and config.dataset_revision == saved_config.get("dataset_revision"):
-        pinned = dataclasses.replace(config, dataset_revision=commit)
+    commit, tokenizer = fingerprint.get("dataset.commit"), None
+    if isinstance(config.dataset, list):
+        pinned = _pin_sources(config, saved_config, fingerprint)
+    else:
+        pinned = config
+        is_missing = fingerprint.get("dataset.dataset") == TRAINING and find_given(TRAINING) is None
+        if is_missing and not config.accept_changed_text:
+            raise UserError(
+                "dataset: the run was given its text in Python, which is not kept; use "
+                f"Pretrainer(config, {TRAINING}=...) with the same set"
+            )
+        if commit is None and config.dataset == saved_config.get("dataset"):
+            _check_still_there(config.dataset)
+        if commit and config.dataset_revision == saved_config.get("dataset_revision"):
+            pinned = config.with_facts(dataset_revision=commit)
     is_own = config.tokenizer in ("char", AUTO) or config.tokenizer.startswith("bpe-")
     if folder and is_own and config.tokenizer == saved_config.get("tokenizer"):
         try:
@@ -49,9 +56,36 @@ def prepare_data_of_run(
     try:
         return prepare_data(pinned, blocks_per_step, tokenizer, fingerprint)
     except UserError as error:
-        if pinned is config or f"dataset_revision={commit}" not in str(error):
+        if pinned is config or "dataset_revision=" not in str(error):
             raise
         if not config.accept_changed_text:
             fix = "the run began with this commit; --accept_changed_text true continues with the newest one"
             raise UserError(f"{error}; {fix}") from error
         return prepare_data(config, blocks_per_step, tokenizer, fingerprint)
+
+
+def _check_still_there(dataset: str) -> None:
+    """Raise UserError if a text that was local when the run began is not there."""
+    if dataset not in (embedded.NAME, TRAINING) and local_files(dataset) is None:
+        raise UserError(
+            f"dataset={dataset}: was a local path when the run began, but does not exist here; start from the "
+            "same folder, or give the full path"
+        )
+
+
+def _pin_sources(config: PretrainConfig, saved_config: dict[str, Any], fingerprint: dict[str, Any]) -> PretrainConfig:
+    """Return the settings with each source of a mixture at the commit with which the run began."""
+    then = saved_config.get("dataset")
+    items = [one if isinstance(one, dict) else {"dataset": one} for one in (then if isinstance(then, list) else [])]
+    before = {(one.get("dataset"), one.get("dataset_name")): one for one in items}
+    sources: list[Any] = []
+    assert config.mixture is not None  # noqa: S101
+    for source, given in zip(config.mixture.sources, config.dataset, strict=True):
+        commit = fingerprint.get(f"{source.name}{SOURCE}dataset.commit")
+        now = given if isinstance(given, dict) else {"dataset": given}
+        saved = before.get((now["dataset"], now.get("dataset_name")))
+        if saved and commit is None:
+            _check_still_there(source.settings["dataset"])
+        is_same = saved and commit and saved.get("dataset_revision") == now.get("dataset_revision")
+        sources.append({**now, "name": source.name, **({"dataset_revision": commit} if is_same else {})})
+    return config.with_facts(dataset=sources)

@@ -10,27 +10,30 @@ import dataclasses
 import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
-from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import xxhash
 
 from hfgpt.data import embedded
+from hfgpt.data.converted import describe_commit, readable_hub_files
 from hfgpt.data.file_access import read_file
 from hfgpt.data.file_hashes import hash_files, is_earlier_hash
-from hfgpt.data.formats import format_of, inspect_file
+from hfgpt.data.formats import format_of, given, inspect_file
 from hfgpt.data.formats.text import choose_piece_characters, split_into_pieces
-from hfgpt.data.kinds import KNOWN, BadFile, describe_other_kind, file_kind
+from hfgpt.data.formats.tokens.column import TokenColumn, find_column_units
+from hfgpt.data.formats.tokens.opening import MadeWith, choose_kind, open_token_files, refuse_token_settings
+from hfgpt.data.formats.tokens.reading import TokenFiles, Vocabulary
+from hfgpt.data.kinds import BadFile, file_kind
 from hfgpt.data.local_files import local_files
 from hfgpt.data.opening import open_files
 from hfgpt.data.permutation import permutation
-from hfgpt.data.remote import hub_files
-from hfgpt.data.units import BAD, IN_MEMORY_BYTES, Unit, Unusable
+from hfgpt.data.saved_datasets import find_saved_files
+from hfgpt.data.units import BAD, IN_MEMORY_BYTES, Row, Unit, Unusable
 from hfgpt.errors import UserError
-from hfgpt.messages.formats import counted
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +44,9 @@ START_PATIENCE_SECONDS = 120.0
 class Source:
     """Text as units of rows. It can be pickled, and reading does not change it.
 
-    `exclude`: `text_hash` of documents to skip. `skipped_files`: number of files left out when it was opened.
+    `exclude`: `text_hash` of documents to skip. `skipped_files`: number of files left out when it was opened. `given`:
+    a `datasets.Dataset` whose text is read instead of files. `tokens`: how token ids are read, if it has these instead
+    of text; `made_with`: the tokenizer that they name. `validation`: units that are validation text by their names.
     `by_file`: units are files, whose own units are found when they are read, see `Unit`. `piece_characters`: that of
     their units, for a stream.
     """
@@ -56,11 +61,28 @@ class Source:
     patience_seconds: float = 900.0
     skip_bad_files: bool = False
     skipped_files: int = 0
+    given: Any = None
+    tokens: TokenFiles | TokenColumn | None = None
+    made_with: MadeWith = MadeWith()
+    validation: list[Unit] = field(default_factory=list)
     by_file: bool = False
     piece_characters: int | None = None
 
+    @property
+    def has_tokens(self) -> bool:
+        return self.tokens is not None
+
+    def with_vocabulary(self, vocabulary: Vocabulary) -> Source:
+        """Return the same tokens, which can be read only after this. Raises UserError if their ids do not fit."""
+        assert self.tokens is not None  # noqa: S101
+        return dataclasses.replace(self, tokens=self.tokens.check(vocabulary))
+
     def split_for_stream(self) -> Source:
         """Return the same text with txt files split into pieces, because a stream needs many documents."""
+        if isinstance(self.tokens, TokenFiles):
+            tokens = self.tokens.in_pieces()
+            pieces = {"token_pieces": tokens.piece_tokens} if tokens.piece_tokens else {}
+            return dataclasses.replace(self, tokens=tokens, fingerprint={**self.fingerprint, **pieces})
         text_units = [unit for unit in self.units if file_kind(unit.file) == "text"]
         size = choose_piece_characters(text_units)
         if size is None:
@@ -79,7 +101,7 @@ class Source:
         if not self.by_file:
             return [unit]
         try:
-            inspect = partial(inspect_file, unit.file, self.text_column)
+            inspect = partial(find_column_units if self.has_tokens else inspect_file, unit.file, self.text_column)
             units, _ = read_file(unit.file, inspect, self.patience_seconds)
         except BadFile as error:
             self._leave_out(error)
@@ -101,7 +123,7 @@ class Source:
             raise error
         logger.warning("left out: %s", error)
 
-    def read(self, unit: Unit) -> list[str | Unusable]:
+    def read(self, unit: Unit) -> list[Row | Unusable]:
         """Return all rows of a unit, in file order.
 
         Raises BadFile if the whole file cannot be read, RunError if the network fails for too long.
@@ -114,15 +136,23 @@ class Source:
             self._leave_out(error)
             return [Unusable("bad_file")]
 
-    def _read_rows(self, unit: Unit) -> list[str | Unusable]:
-        rows = format_of(unit.file).read_rows(unit, self.text_column)[: unit.rows]
+    def _read_rows(self, unit: Unit) -> list[Row | Unusable]:
+        if self.tokens is not None:
+            rows = self.tokens.read(unit)[: unit.rows]
+        elif self.given is not None:
+            rows = given.read_rows(unit, self.text_column, self.given)[: unit.rows]
+        else:
+            rows = format_of(unit.file).read_rows(unit, self.text_column)[: unit.rows]
         last = [self._document(row, unit.characters) for row in rows[-1:]]
         return [*(self._document(row) for row in rows[:-1]), *last]
 
-    def _document(self, row: Any, characters: int | None = None) -> str | Unusable:
+    def _document(self, row: Any, characters: int | None = None) -> Row | Unusable:
         """Return the document in a row (its first `characters`), or an `Unusable` with the reason."""
         if isinstance(row, Unusable):
             return row
+        if isinstance(row, np.ndarray):
+            row = row[:characters]
+            return Unusable("in_validation") if self.exclude and text_hash(row) in self.exclude else row
         try:
             text = row.decode() if isinstance(row, bytes) else row
             if not isinstance(text, str):
@@ -137,7 +167,7 @@ class Source:
             return Unusable("lone_surrogate")
 
 
-def read_documents(source: Source, units: Iterable[Unit], skipped: Counter[str]) -> Iterator[str]:
+def read_documents(source: Source, units: Iterable[Unit], skipped: Counter[str]) -> Iterator[Row]:
     """Yield the documents of these units; count rows without one in `skipped`, by reason."""
     for row in chain.from_iterable(map(source.read, chain.from_iterable(map(source.units_of, units)))):
         if isinstance(row, Unusable):
@@ -146,7 +176,7 @@ def read_documents(source: Source, units: Iterable[Unit], skipped: Counter[str])
             yield row
 
 
-def read_shuffled(source: Source, seed: int) -> Iterator[str]:
+def read_shuffled(source: Source, seed: int) -> Iterator[Row]:
     """Yield the documents of the units in a fixed random order, so that the first ones are a representative sample."""
     order = permutation(len(source.units), seed).tolist()
     if not source.by_file:
@@ -165,9 +195,9 @@ def _one_of_each_file(source: Source, order: list[int], seed: int) -> Iterator[U
         yield from (units[turn] for units in opened if turn < len(units))
 
 
-def text_hash(text: str) -> int:
-    """Return the xxh3_64 hash of the UTF-8 bytes of a text."""
-    return xxhash.xxh3_64_intdigest(text.encode())
+def text_hash(text: Row) -> int:
+    """Return the xxh3_64 hash of the UTF-8 bytes of a text, or of ids as little-endian int32."""
+    return xxhash.xxh3_64_intdigest(text.encode() if isinstance(text, str) else np.ascontiguousarray(text, "<i4").data)
 
 
 class Earlier(NamedTuple):
@@ -195,56 +225,112 @@ def open_source(
     text_column: str = "text",
     patience_seconds: float = 900.0,
     skip_bad_files: bool = False,
+    tokens_dtype: str | None = None,
+    tokens_column: str | None = None,
     *,
     as_earlier: Earlier = NOT_EARLIER,
 ) -> Source:
     """Open the text called `dataset`: "embedded", a local file, folder (recursively) or glob, or a Hub dataset.
 
+    A folder may be one that `datasets` saved. Of a Hub dataset in other formats, the converted parquet is read.
+
     A txt file of up to 16 MiB is one document; a larger one is split at line ends into documents of about 64 KiB.
-    Reads the head or footer of each file, or of a large text with more than FEW_FILES only those of INSPECTED, and the
-    others when they are first read. Waits out network failures for `patience_seconds`.
+    Reads the head or footer of each file, or of a large text of many files only those of some, and the others when they
+    are first read. Waits out network failures for `patience_seconds`.
 
     Args:
         name, split, revision: select part of a Hub dataset, which is pinned to the commit that they resolve to. Not
             allowed for local text; nor is a `text_column` for text without columns.
         skip_bad_files: leave out broken files instead of raising UserError.
+        tokens_dtype: type of the ids in token files without a header. tokens_column: of lists of ids, instead of text.
         as_earlier: what earlier versions did in another way, for a run that began with one.
 
     Raises UserError for text that cannot be found or read.
     """
+    stated_tokens = {"tokens_dtype": tokens_dtype, "tokens_column": tokens_column}
     if dataset == embedded.NAME:
         _refuse_meaningless_settings(dataset, name, split, revision, text_column)
+        refuse_token_settings(dataset, stated_tokens)
         return _open_embedded()
-    found, fingerprint = local_files(dataset), {}
+    if (of_python := given.find_given(dataset)) is not None:
+        _refuse_meaningless_settings(dataset, name, split, revision, "text")
+        refuse_token_settings(dataset, {"tokens_dtype": tokens_dtype})
+        return _open_given(dataset, of_python, text_column, tokens_column)
+    saved = find_saved_files(dataset, split)
+    found, fingerprint, in_split = saved or local_files(dataset), {}, list[str]()
     if found is not None:
-        files, notes = found
+        files, notes = choose_kind(*found, tokens_dtype)
+        split = "train" if saved and found[1] else split  # which it has
         has_columns = any(format_of(file).HAS_COLUMNS for file in files)
         _refuse_meaningless_settings(dataset, name, split, revision, "text" if has_columns else text_column)
         label = f"{dataset} ({'; '.join(notes)})" if notes else dataset
     else:
-        in_split, commit = hub_files(dataset, name, split, revision, min(patience_seconds, START_PATIENCE_SECONDS))
+        patience = min(patience_seconds, START_PATIENCE_SECONDS)
+        in_split, commit = readable_hub_files(dataset, name, split, revision, patience)
+        files, _ = choose_kind(list(filter(file_kind, in_split)), [], tokens_dtype)
         fingerprint = {"dataset": dataset, "name": name, "split": split, "commit": commit}
-        label = f"{dataset} ({', '.join(filter(None, [name, split]))}) at commit {commit[:8]}"
-        if not (files := list(filter(file_kind, in_split))):
-            first = Path(in_split[0]).name
-            kind = describe_other_kind(first)
-            raise UserError(f"dataset={dataset}: no {KNOWN} file in split {split}; {first} is {kind}")
-    opened = open_files(files, found is not None, text_column, patience_seconds, skip_bad_files, as_earlier.order)
+        label = f"{dataset} ({', '.join(filter(None, [name, split]))}) {describe_commit(commit, files)}"
+    options: dict[str, Any] = {"patience_seconds": patience_seconds, "skip_bad_files": skip_bad_files}
+    options |= {"text_column": tokens_column or text_column, "is_local": found is not None}
+    if files and file_kind(files[0]) in (None, "tokens"):
+        refuse_token_settings(dataset, {"tokens_column": tokens_column})
+        return _open_tokens(files, label, fingerprint, tokens_dtype, {*in_split}, options, as_earlier)
+    refuse_token_settings(dataset, {"tokens_dtype": tokens_dtype})
+    find = inspect_file if tokens_column is None else find_column_units
+    opened = open_files(files, find, options, read_all=as_earlier.order)
     if found is not None:
         fingerprint = hash_files(opened.files, opened.size_bytes <= IN_MEMORY_BYTES, as_earlier.hashes)
     order = {"order": "files"} if opened.by_file else {}
+    facts = {**fingerprint, "bytes": opened.size_bytes, "text_column": text_column, **order}
     return Source(
         units=opened.units,
-        text_column=text_column,
         size_bytes=opened.size_bytes,
-        is_local=found is not None,
-        fingerprint={**fingerprint, "bytes": opened.size_bytes, "text_column": text_column, **order},
-        description=f"{label}: {counted(len(opened.files), 'file')}, {opened.size_bytes / 1e6:,.1f} MB",
-        patience_seconds=patience_seconds,
-        skip_bad_files=skip_bad_files,
+        fingerprint=_facts_of_column(facts, tokens_column),
+        description=_describe_files(
+            label, len(opened.files), opened.size_bytes, tokens_column and f"column {tokens_column}"
+        ),
         skipped_files=len(files) - len(opened.files),
+        tokens=TokenColumn(tokens_column) if tokens_column else None,
         by_file=opened.by_file,
+        **options,
     )
+
+
+def _open_tokens(
+    files: list[str],
+    label: str,
+    fingerprint: dict[str, Any],
+    tokens_dtype: str | None,
+    listed: set[str],
+    options: dict[str, Any],
+    as_earlier: Earlier,
+) -> Source:
+    skip_bad_files = options["skip_bad_files"]
+    opened = open_token_files(files, tokens_dtype, options["patience_seconds"], listed, skip_bad_files)
+    size = opened.size_bytes
+    hashed = fingerprint
+    if options["is_local"]:
+        hashed = hash_files(opened.hashed_files, size <= IN_MEMORY_BYTES, as_earlier.hashes)
+    facts = {"bytes": size, "text_column": options["text_column"], "tokens": opened.layouts}
+    count = sum(file.count for file in opened.tokens.files.values())
+    return Source(
+        units=opened.units,
+        size_bytes=size,
+        fingerprint={**hashed, **facts},
+        description=_describe_files(label, len(opened.tokens.files), size, f"{count:,} tokens, {opened.layouts}"),
+        tokens=opened.tokens,
+        made_with=opened.made_with,
+        validation=opened.validation,
+        **options,
+    )
+
+
+def _describe_files(label: str, files: int, size_bytes: int, tokens: str | None) -> str:
+    return f"{label}: {files:,} file{'s' * (files != 1)}, {size_bytes / 1e6:,.1f} MB{_ready(tokens)}"
+
+
+def _ready(tokens: str | None) -> str:
+    return f" of ready tokens ({tokens})" if tokens else ""
 
 
 def _open_embedded() -> Source:
@@ -254,6 +340,22 @@ def _open_embedded() -> Source:
     description = f"this Python's own documentation: {len(documents):,} documents, {len(data) / 1e6:.1f} MB"
     units = embedded.find_units(embedded.NAME, None, "text")
     return Source(units, "text", len(data), True, fingerprint, description)
+
+
+def _open_given(name: str, dataset: Any, text_column: str, tokens_column: str | None) -> Source:
+    find, column = (given.find_token_units, tokens_column) if tokens_column else (given.find_units, text_column)
+    units, rows = find(name, dataset, column), dataset.select_columns([column])
+    size = sum(unit.size_bytes for unit in units)
+    facts = {"dataset": name, "hash": dataset._fingerprint, "rows": len(dataset), "text_column": text_column}
+    description = f"{name}: {len(dataset):,} rows, {size / 1e6:,.1f} MB"
+    if tokens_column is None:
+        return Source(units, column, size, True, facts, description, given=rows)
+    facts, description = _facts_of_column(facts, tokens_column), description + _ready(f"column {tokens_column}")
+    return Source(units, column, size, True, facts, description, tokens=TokenColumn(column, given=rows))
+
+
+def _facts_of_column(facts: dict[str, Any], tokens_column: str | None) -> dict[str, Any]:
+    return {**facts, "tokens": f"column {tokens_column}"} if tokens_column else facts
 
 
 def _refuse_meaningless_settings(

@@ -136,6 +136,29 @@ def evaluate_tokens(
     }
 
 
+def evaluate_named(
+    of_tokens: Callable[..., dict[str, Any] | None], texts: dict[str, tuple[np.ndarray, int | None]]
+) -> dict[str, Any] | None:
+    """Evaluate named `texts` (tokens, and bytes of all but the first), and their whole: all scored tokens together.
+
+    of_tokens: `evaluate_tokens` of a model.
+    """
+    found: dict[str, Any] = {}
+    nll, tokens, seconds = 0.0, 0, 0.0
+    for name, (of_text, scored_bytes) in texts.items():
+        if (metrics := of_tokens(of_text, scored_bytes=scored_bytes)) is None:
+            return None
+        loss, count = metrics["eval_loss"], metrics["eval_tokens"]
+        found |= {f"eval_loss/{name}": loss, f"eval_perplexity/{name}": perplexity(loss)}
+        found[f"eval_bits_per_byte/{name}"] = metrics["eval_bits_per_byte"]
+        nll, tokens, seconds = nll + loss * count, tokens + count, seconds + metrics["eval_seconds"]
+    known = [scored_bytes for _, scored_bytes in texts.values() if scored_bytes is not None]
+    whole = loss_metrics(nll, tokens, sum(known) if len(known) == len(texts) else None)
+    of_whole = {"eval_loss": whole["loss"], "eval_perplexity": whole["perplexity"]}
+    of_whole["eval_bits_per_byte"] = whole["bits_per_byte"]
+    return {**of_whole, "eval_tokens": tokens, "eval_seconds": seconds, **found}
+
+
 def loss_metrics(nll_sum: float, tokens: int, scored_bytes: int | None = None) -> dict[str, float | None]:
     """Return `loss` (nats per token), `perplexity` and `bits_per_byte` of `tokens` targets with `nll_sum` nats.
 

@@ -11,6 +11,8 @@ import numpy as np
 
 from hfgpt.data.encoding import Document, Encoder
 from hfgpt.data.sources import open_source, read_documents
+from hfgpt.data.token_tokenizer import vocabulary_of
+from hfgpt.data.units import Row
 from hfgpt.errors import UserError
 from hfgpt.messages.slow_progress import SlowWork
 
@@ -47,6 +49,9 @@ def read_text(
     is_apart = (has_own_start and bos != eos) if by_document is None else by_document
     if is_apart or start is not None:
         encoder.newline_id = None  # documents are not joined by a line end
+    if opened.has_tokens:
+        vocabulary = vocabulary_of(encoder, "the checkpoint's", opened)
+        opened = opened.with_vocabulary(vocabulary._replace(separator=eos))
     with SlowWork("reading and tokenizing", "documents") as work:
         texts = work.count(read_documents(opened, opened.units, skipped))
         documents, count, lost = _encode(encoder, texts, is_apart, eval_tokens)
@@ -75,7 +80,7 @@ def read_text(
 
 
 def _encode(
-    encoder: Encoder, texts: Iterable[str], is_apart: bool, eval_tokens: int | None
+    encoder: Encoder, texts: Iterable[Row], is_apart: bool, eval_tokens: int | None
 ) -> tuple[list[Document], int, Counter[str]]:
     """Encode documents with `eval_tokens` to score; also return how many were read, and what the tokenizer loses."""
     documents: list[Document] = []

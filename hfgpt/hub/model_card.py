@@ -5,14 +5,17 @@ from __future__ import annotations
 import re
 import statistics
 from collections.abc import Iterable, Sequence
+from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from hfgpt.comparing.plots import build_plots
 from hfgpt.comparing.png import draw
 from hfgpt.comparing.runs import PastRun
+from hfgpt.data.position import SOURCE
+from hfgpt.settings.mixture import OF_SOURCE, read_mixture
 
 TEMPLATE = Path(__file__).with_name("model_card.md.jinja")
 # Fields of metrics.jsonl that are published: numbers, never text or paths.
@@ -63,7 +66,9 @@ def model_card(
     data = ModelCardData(
         license=config.get("hub_license"),
         language=split_languages(config.get("hub_language")),
-        datasets=[config["dataset"]] if commit else None,
+        datasets=[config["dataset"]]
+        if commit
+        else [source.hub for source in describe_sources(config, fingerprint) if source.hub] or None,
         base_model=base[1] if base else None,
         library_name="transformers",
         pipeline_tag="text-generation",
@@ -86,7 +91,12 @@ def model_card(
         step=step,
         later_results=[_result_row(record) for record in later],
         loss_plot=PLOT if records else None,
-        training=[("text", text), *_training_rows(config, fingerprint, trainer, run), *_speed_rows(records)],
+        training=[
+            ("text", text),
+            *_source_rows(config, fingerprint),
+            *_training_rows(config, fingerprint, trainer, run),
+            *_speed_rows(records),
+        ],
         hyperparameters=[(key, config[key]) for key in HYPERPARAMETERS if config.get(key) is not None],
         sequence_length=config["sequence_length"],
     )
@@ -151,11 +161,42 @@ def split_languages(names: str | None) -> list[str] | None:
 
 def _describe_text(config: dict[str, Any], fingerprint: dict[str, Any]) -> str:
     """Describe the training text, without local paths."""
+    if isinstance(config["dataset"], list):
+        return f"a mixture of {len(config['dataset'])} sources"
     commit = fingerprint.get("dataset.commit")
     if commit or config["dataset"] == "embedded":
         return _describe_source({**config, "dataset_revision": commit})
+    if rows := fingerprint.get("dataset.rows"):
+        return f"{rows:,} rows given in Python"
     files = [key.removeprefix("dataset.file ") for key in fingerprint if key.startswith("dataset.file ")]
     return Path(files[0]).name if len(files) == 1 else f"{fingerprint.get('dataset.files', len(files))} local files"
+
+
+class DescribedSource(NamedTuple):
+    """A source of a mixture: its Hub id, if it is public, and text without local paths."""
+
+    name: str
+    hub: str | None
+    text: str
+
+
+def describe_sources(config: dict[str, Any], fingerprint: dict[str, Any]) -> list[DescribedSource]:
+    """Describe the sources of a mixture, with their weights; empty for a single text."""
+    if not isinstance(config["dataset"], list):
+        return []
+    found, mixture = [], read_mixture(config["dataset"], config.get("stages"), OF_SOURCE)
+    for number, source in enumerate(mixture.sources):
+        prefix = f"{source.name}{SOURCE}"
+        own = {key.removeprefix(prefix): value for key, value in fingerprint.items() if key.startswith(prefix)}
+        shares = [f"{100 * float(Fraction(weights[number])):.3g} %" for _, weights in fingerprint.get("weights", [])]
+        hub = source.settings["dataset"] if own.get("dataset.commit") else None
+        text = _describe_text({"dataset": "", **source.settings}, own)
+        found.append(DescribedSource(source.name, hub, f"{', then '.join(shares)} of the tokens: {text}"))
+    return found
+
+
+def _source_rows(config: dict[str, Any], fingerprint: dict[str, Any]) -> list[tuple[str, str]]:
+    return [(f"source {source.name}", source.text) for source in describe_sources(config, fingerprint)]
 
 
 def _describe_source(record: dict[str, Any]) -> str:
@@ -206,7 +247,9 @@ def _training_rows(
 ) -> list[tuple[str, str]]:
     """Return the rows of the training table: held-out text, initial weights, sizes, hardware, and versions."""
     held_out = str(fingerprint["held_out"]).removeprefix("held out: ")
-    if config["eval_dataset"] is not None:
+    if isinstance(config["eval_dataset"], dict):
+        held_out = f"eval_dataset {', '.join(map(str, config['eval_dataset']))}"
+    elif config["eval_dataset"] is not None:
         held_out = f"eval_dataset {Path(config['eval_dataset']).name}"
     base, tokenizer = config.get("init_from"), config["tokenizer"]
     weights = "random" if not base else f"those of {base if HUB_MODEL.fullmatch(base) else Path(base).name}"

@@ -127,7 +127,8 @@ def _evaluation(folder: Path) -> tuple[float, float, tuple[np.ndarray, np.ndarra
         if text.train.fingerprint.get(key) != data["fingerprint"].get(key):
             raise UserError(f"the text has changed since the run: {key} differs")
     tolerance = TOLERANCE_FLOAT32 if config.mixed_precision == "no" else TOLERANCE_16_BITS
-    parts = windows([len(text.validation)], config.sequence_length)
+    named = [len(tokens) for tokens, _ in text.named_validation.values()]
+    parts = windows(named or [len(text.validation)], config.sequence_length)
     blocks = scored_blocks(text.validation, parts, config.sequence_length)
     return trainer["evaluation"]["eval_loss"], tolerance, blocks
 

@@ -56,7 +56,7 @@ def model_fields(model: str | dict[str, Any], defaults: dict[str, Any] = _NO_DRO
     size = given.pop("size", None)
     if size is not None and not (isinstance(size, str) and size in MODEL_SIZES):
         where = "model" if isinstance(model, str) else "model.size"
-        near = _near(size, MODEL_SIZES)
+        near = _near(size, MODEL_SIZES, cutoff=0.7)  # all are listed anyway
         raise UserError(f"{where}={shown(size)}: no such size; {near}sizes are {', '.join(MODEL_SIZES)}")
     fields = {**defaults, **MODEL_SIZES.get(str(size), {}), **given}
     problems: list[str] = []
@@ -96,8 +96,8 @@ def _checked_field(key: str, value: Any) -> Any:
     return value
 
 
-def _near(word: Any, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(shown(word), known, n=1, cutoff=0.4)
+def _near(word: Any, known: Iterable[str], cutoff: float = 0.4) -> str:
+    near = difflib.get_close_matches(shown(word), known, n=1, cutoff=cutoff)
     return f"did you mean {near[0]}? " if near else ""
 
 

@@ -183,15 +183,13 @@ class GPT2LMHeadModel(PreTrainedModel, GenerationMixin):
             num_items_in_batch: divides the summed loss; default: the number of scored targets.
             logits_to_keep: compute logits for this many last positions (0: all), or for these positions.
 
-        With `shift_labels`, or with `labels` in training mode, returns only the loss, so that no logits leave the head.
-        Otherwise returns logits (B, T, V), the loss if there are labels, and the cache if it is used.
+        With `shift_labels`, or with `labels` in training mode, returns only the loss, so that no logits leave the head;
+        with `loss_per_row` (B,). Otherwise returns logits (B, T, V), a loss if there are labels, and a cache if used.
 
         Raises UserError if there are more tokens, including cached ones, than positions in the model.
         """
         # Not in the signature: transformers' Trainer requires each argument with "label" in its name.
-        shift_labels, rows = others.pop("shift_labels", None), None
-        if others.pop("loss_per_row", False):
-            rows = len(shift_labels)
+        shift_labels, by_row = others.pop("shift_labels", None), others.pop("loss_per_row", False)
         for name, value in others.items():  # callers of stock GPT-2 pass output_attentions=False and the like
             if value is not None and value is not False:
                 raise TypeError(f"forward() of this model has no {name}; leave it out, or use stock GPT-2")
@@ -214,7 +212,7 @@ class GPT2LMHeadModel(PreTrainedModel, GenerationMixin):
         loss = logits_BTV = None
         if shift_labels is not None:
             x_NC, target_N = x_BTC.flatten(0, 1), shift_labels.flatten().long()
-            loss = head_loss(x_NC, self.lm_head.weight, target_N, self.head_chunk_size, rows)
+            loss = head_loss(x_NC, self.lm_head.weight, target_N, self.head_chunk_size, len(x_BTC) if by_row else None)
             loss = loss / ((shift_labels != UNSCORED).sum() if num_items_in_batch is None else num_items_in_batch)
         if not returns_loss_only:
             keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep

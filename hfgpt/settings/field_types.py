@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import types
 import typing
 from collections import Counter
@@ -17,7 +18,7 @@ from hfgpt.messages.formats import shown
 
 AUTO = "auto"
 NOT_CONVERTIBLE = (ValueError, TypeError, OverflowError)
-NO_VALUE: list[Any] = []  # a flag without a value; no setting is a list
+NO_VALUE: list[Any] = []  # a flag without a value; no list may be empty
 WHOLE_BELOW = 2**63  # the largest that JSON readers, torch and numpy support
 _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 LARGEST_YAML_BYTES = 2**16  # larger files take seconds to read
@@ -27,9 +28,9 @@ def convert(value: Any, hint: Any) -> Any:
     """Convert `value` (from a command line, or YAML) to the type `hint`. Raises ValueError if that is impossible."""
     origin, options = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
-        is_mapping = isinstance(value, str) and value.lstrip().startswith("{")
-        if is_mapping and (mapping := next((o for o in options if typing.get_origin(o) is dict), None)):
-            return convert(value, mapping)  # a broken mapping is not a name
+        kind = _collection(value)
+        if kind and (collection := next((o for o in options if typing.get_origin(o) is kind), None)):
+            return convert(value, collection)  # a broken mapping is not a name
         for option in sorted(options, key=lambda option: option is not type(None)):  # "none" is not a name
             try:
                 return convert(value, option)
@@ -41,12 +42,12 @@ def convert(value: Any, hint: Any) -> Any:
         if text in options:
             return text
         raise ValueError
-    if origin is dict:
+    if origin in (dict, list):
         try:
-            parsed = yaml.load(value, YamlSettings) if isinstance(value, str) and value.lstrip()[:1] == "{" else value
+            parsed = yaml.load(value, YamlSettings) if _collection(value) is origin else value
         except (yaml.YAMLError, RecursionError):
             raise ValueError from None
-        if isinstance(parsed, dict):
+        if isinstance(parsed, origin) and parsed != NO_VALUE:
             return parsed
         raise ValueError
     if hint is type(None):
@@ -66,6 +67,12 @@ def convert(value: Any, hint: Any) -> Any:
     if hint is str:
         str(value).encode()  # raises UnicodeEncodeError, a ValueError: bytes that are not UTF-8 cannot be recorded
     return hint(value)
+
+
+def _collection(value: Any) -> type | None:
+    """Return the type that text is written as: {..}, or [{..}, ..]; a glob may begin with a bracket, too."""
+    text = re.sub(r"\s", "", value[:1000]) if isinstance(value, str) else ""
+    return dict if text.startswith("{") else list if text.startswith("[{") else None
 
 
 def _whole(value: Any) -> int:
@@ -89,7 +96,7 @@ def describe(hint: Any) -> str:
         return " or ".join(describe(option) for option in options if option is not type(None))
     if origin is Literal:
         return " or ".join(map(str, options))
-    return "a mapping of fields" if origin is dict else names[hint]
+    return {dict: "a mapping of fields", list: "a list of mappings"}.get(origin) or names[hint]
 
 
 class YamlSettings(yaml.SafeLoader):

@@ -111,7 +111,8 @@ def drop_of_another(cls: type[PretrainConfig], recipe: Layer, layers: list[Layer
     for key, dependent in _OF_ANOTHER.items():
         if stated.get(key) in (None, "none", "null", "None") or stated[key] == recipe.get(key):
             continue
-        if key == "dataset" and not _is_local(str(stated[key])):  # perhaps a mirror with the same subsets
+        is_other = _is_mixture(stated[key]) or _is_local(str(stated[key]))
+        if key == "dataset" and not is_other:  # perhaps a mirror with the same subsets
             continue
         for name in dependent:
             # Weights come with their own tokenizer, unless they have none.
@@ -229,6 +230,10 @@ def _model(values: dict[str, Any]) -> dict[str, Any]:
         if isinstance(model, str) and not model.lstrip().startswith("{")
         else convert(model, dict[str, Any])
     )
+
+
+def _is_mixture(dataset: Any) -> bool:
+    return isinstance(dataset, list) or str(dataset).lstrip().startswith("[{")
 
 
 def _is_local(dataset: str) -> bool:

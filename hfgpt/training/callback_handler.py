@@ -80,7 +80,7 @@ def callback_arguments(
         logging_first_step=True,
         eval_strategy="steps" if config.eval_steps else "no",
         save_strategy="steps",
-        metric_for_best_model="eval_loss",
+        metric_for_best_model=config.metric_for_best_model,
         greater_is_better=False,
         include_num_input_tokens_seen="all",
         resume_from_checkpoint=str(resumed_from) if resumed_from else None,
@@ -202,7 +202,8 @@ class Callbacks:
                 isinstance(one, EarlyStoppingCallback)
                 and one.early_stopping_patience_counter >= one.early_stopping_patience
             ):
-                return f"no better loss in {one.early_stopping_patience_counter} evaluations"
+                name = self.args.metric_for_best_model.removeprefix("eval_")
+                return f"no better {name} in {one.early_stopping_patience_counter} evaluations"
         return "a callback requested it"
 
 

@@ -29,6 +29,9 @@ from hfgpt.settings.batch import Batch
 BUSY_SHARE = 0.25  # of a CPU that other programs use, from which on the plan mentions it
 
 
+LIBRARIES_GIB = 0.5  # of Python, torch and the other libraries; measured on Linux
+
+
 def setting_of(
     config: PretrainConfig, batch: Batch, precision: str, shares: int, device_type: str, compiled: bool = False
 ) -> Setting:
@@ -105,7 +108,7 @@ class Plan:
             ),
             ("device", f"{self.device}; {self.precision.label} ({self.precision.reason})"),
             ("compile", f"{'on' if self.compile.enabled else 'off'} ({self.compile.reason})"),
-            ("memory", f"about {rounded(memory / 2**30, 2)} GiB expected{sharing}"),
+            ("memory", f"about {rounded(memory / 2**30, 2)} GiB expected{sharing}{self._besides()}"),
             ("saves", f"{every}at the end, to {self.checkpoint_folder}"),
             *([("push", f"after the last step, to {config.hub_repo_id()} on the Hub")] if config.push_to_hub else []),
         ]
@@ -114,6 +117,10 @@ class Plan:
             fix = "expect a slower run, and start it with OMP_WAIT_POLICY=PASSIVE if that lasts"
             rows.append(("note", f"other programs are using {share:.0%} of this CPU; {fix}"))
         return [f"{key:<8} {value}" for key, value in rows]
+
+    def _besides(self) -> str:
+        """Return what the memory of a step does not count: on a CPU, steps report the memory of the whole process."""
+        return f" for tensors, and about {LIBRARIES_GIB} GiB for the program" if self.setting.device == "cpu" else ""
 
     def _time(self) -> str:
         """Estimate the seconds of the whole run from its FLOPs."""

@@ -12,11 +12,13 @@ from transformers import TrainerCallback
 from hfgpt.checkpointing.checkpoint import rewind_run
 from hfgpt.config import PretrainConfig
 from hfgpt.data import describe_skipped
+from hfgpt.data.formats.given import given_datasets, name_datasets
+from hfgpt.data.mixture import MixedStream
 from hfgpt.data.stream import StepBatch, StepText, batch_hash, join_texts, summarize
 from hfgpt.distributed.device import peak_memory_bytes
 from hfgpt.distributed.stop_signals import Interrupted, StopSignals
-from hfgpt.errors import RunError, UserError, name_process
-from hfgpt.evaluation.loss import evaluate_tokens
+from hfgpt.errors import RunError, TextEnded, UserError, name_process
+from hfgpt.evaluation.loss import evaluate_named, evaluate_tokens
 from hfgpt.hub.push import push_trained
 from hfgpt.messages.safe_output import safe
 from hfgpt.messages.slow_progress import SlowWork
@@ -25,8 +27,9 @@ from hfgpt.training.failures import how_to_continue, saved_on_failure
 from hfgpt.training.non_finite import Step
 from hfgpt.training.out_of_memory import out_of_memory_named
 from hfgpt.training.run import TrainingRun
-from hfgpt.training.saving import note_saved, record_lost_output, save, write_report
+from hfgpt.training.saving import note_saved, record_lost_output, record_samples, save, write_report
 from hfgpt.training.setup import prepare
+from hfgpt.training.source_losses import SourceLosses, losses_are_due
 from hfgpt.training.step import StepResult
 
 
@@ -35,12 +38,20 @@ class Pretrainer:
 
     config: all settings of the run.
     callbacks: transformers `TrainerCallback`s.
+    train_dataset, eval_dataset: `datasets.Dataset`s with a column `config.text_column`, instead of a `config.dataset`.
     """
 
     run: TrainingRun  # set by `train`
 
-    def __init__(self, config: PretrainConfig, callbacks: Sequence[TrainerCallback] = ()) -> None:
-        self.config, self.callbacks = config, callbacks
+    def __init__(
+        self,
+        config: PretrainConfig,
+        callbacks: Sequence[TrainerCallback] = (),
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+    ) -> None:
+        self.callbacks = callbacks
+        self.config, self._datasets = name_datasets(config, train_dataset, eval_dataset)
 
     def train(self) -> dict[str, Any]:
         """Train to the last step and return the newest evaluation record.
@@ -49,7 +60,8 @@ class Pretrainer:
         continue; its progress is saved.
         """
         with safe(), StopSignals() as signals:
-            run = self.run = prepare(self.config, self.callbacks, signals)
+            with given_datasets(self._datasets):
+                run = self.run = prepare(self.config, self.callbacks, signals)
             ranks, control, step = run.machine.ranks, run.callbacks.control, run.step
             with closing(run.folder), run.saver, closing(run.batches), saved_on_failure(run), ranks.share_failures():
                 if run.is_main:
@@ -63,12 +75,14 @@ class Pretrainer:
                 if run.progress.evaluation_is_due:
                     evaluate_or_stop(run)
                 while not (run.is_complete or control.should_training_stop):
-                    own, whole = batch or next_batch(run)
-                    batch = None
+                    if (batch := batch or next_batch(run)) is None:  # max_epochs are over
+                        break
+                    (own, whole), batch = batch, None
                     run.callbacks.call("on_step_begin")
+                    due = losses_are_due(run)
                     for attempt in attempts(run):  # again with smaller micro-batches if memory runs out
                         with attempt:
-                            result = step(*step.to_tensors(own.blocks), run.progress.step + 1)
+                            result = step(*step.to_tensors(own.blocks), run.progress.step + 1, due)
                     advance(run, own, whole, result)
                     if control.should_log:
                         log(run)
@@ -84,12 +98,18 @@ class Pretrainer:
             push_trained(self.config, run.folder.checkpoint(run.progress.step))
         return run.progress.evaluation
 
+    def record_samples(self, prompts: Sequence[str], texts: Sequence[str]) -> None:
+        """Add samples of the trained model to metrics.jsonl and report.html. Call after `train`, on one process."""
+        record_samples(self.run, prompts, texts)
 
-def next_batch(run: TrainingRun) -> tuple[StepBatch, StepText]:
-    """Return this process's share of the blocks of the next step, and what all processes keep of its text.
+
+def next_batch(run: TrainingRun) -> tuple[StepBatch, StepText] | None:
+    """Return this process's share of the next step's blocks, and what all keep of its text; None at the text's end.
 
     If reading fails on any process, or a signal arrived, all processes save and raise RunError.
     """
+    if run.text_ended:
+        return None
     ranks = run.machine.ranks
     text: StepText | UserError | RunError | None
     try:
@@ -102,6 +122,9 @@ def next_batch(run: TrainingRun) -> tuple[StepBatch, StepText]:
     shares = ranks.gather(text)
     if faults := {rank: share for rank, share in enumerate(shares) if isinstance(share, UserError | RunError)}:
         rank, fault = next(iter(faults.items()))
+        if all(isinstance(fault, TextEnded) for fault in faults.values()):
+            run.text_ended = str(fault)
+            return None
         if len(faults) < ranks.world_size:
             fault = name_process(fault, f"process {rank} of {ranks.world_size}")
         if not run.has_started:
@@ -123,7 +146,9 @@ def start(run: TrainingRun) -> None:
         rewind_run(run.folder, resumed_from, run.progress.step, run.config.save_total_limit)
     if run.resumed:
         changed = {"changed_settings": run.resumed.changed_settings, "changed_text": run.resumed.changed_text or None}
-        run.record(event="resume", checkpoint=run.resumed.folder.name, **changed)
+        if isinstance(run.data.train, MixedStream):
+            changed["weights"] = run.data.train.fingerprint["weights"]
+        run.record(event="resume", checkpoint=run.resumed.folder.name, max_steps=run.plan.max_steps, **changed)
     else:
         run.record(event="start")
     with run.signals.interruptible():
@@ -137,8 +162,12 @@ def advance(run: TrainingRun, own: StepBatch, text: StepText, result: StepResult
     progress.step += 1
     progress.num_input_tokens_seen += run.step.batch.tokens_per_step
     progress.skipped_rows.update(text.skipped)
+    of_sources = {}
+    if isinstance(run.data.train, MixedStream):
+        of_sources = {"blocks": run.data.train.blocks_between(run.position, text.position)}
+        run.source_losses = SourceLosses(own.sources, result, of_sources["blocks"])
     run.position = text.position
-    run.folder.record_text(step=progress.step, batch_hash=batch_hash(text.hashes), position=text.position)
+    run.folder.record_text(step=progress.step, batch_hash=batch_hash(text.hashes), **of_sources, position=text.position)
     run.step.is_updating = False
     run.non_finite.add(Step(progress.step, run.step.learning_rate(progress.step), own), result)
     for event in text.retries:
@@ -156,6 +185,8 @@ def log(run: TrainingRun) -> None:
     """Record the newest step. This is the only place where the loop waits for the device."""
     if not (logs := run.non_finite.read()):
         return
+    if run.source_losses:
+        logs |= run.source_losses.read(run.machine.ranks, run.position["tokens"])
     if (peak := peak_memory_bytes(run.machine.accelerator.device)) is not None:  # trackers want numbers
         logs["memory_bytes"] = peak
     try:
@@ -179,7 +210,12 @@ def evaluate(run: TrainingRun) -> dict[str, Any] | None:
     )
     fix = "use a smaller --per_device_eval_batch_size"
     with out_of_memory_named(f"in evaluation with batches of {batch_size}", fix):
-        if (metrics := of_tokens(run.data.validation, scored_bytes=run.data.validation_bytes)) is None:
+        metrics = (
+            evaluate_named(of_tokens, run.data.named_validation)
+            if run.data.named_validation
+            else (of_tokens(run.data.validation, scored_bytes=run.data.validation_bytes))
+        )
+        if metrics is None:
             return None
         if run.data.train_sample is not None:
             if (on_training := of_tokens(run.data.train_sample)) is None:
@@ -190,7 +226,8 @@ def evaluate(run: TrainingRun) -> dict[str, Any] | None:
         run.callbacks.report(metrics)
         run.callbacks.call("on_evaluate", metrics)
     finally:  # even if a callback fails
-        run.callbacks.control.should_save |= run.progress.note_evaluation(metrics) and run.config.save_best
+        is_best = run.progress.note_evaluation(metrics, run.config.metric_for_best_model)
+        run.callbacks.control.should_save |= is_best and run.config.save_best
         run.record(**metrics)
     return metrics
 
@@ -205,8 +242,10 @@ def complete(run: TrainingRun) -> None:
     """Finish after the last step: evaluate if not yet done, save the last checkpoint, close the records."""
     progress, max_steps = run.progress, run.plan.max_steps
     if not run.is_complete and run.is_main:
-        print(f"Stopped at step {progress.step} of {max_steps}: {run.callbacks.why_stopped()}", flush=True)
-    if run.config.eval_steps and progress.evaluation_step != max_steps == progress.step:
+        why = run.text_ended or run.callbacks.why_stopped()
+        print(f"Stopped at step {progress.step} of {max_steps}: {why}", flush=True)
+    is_last = progress.step == max_steps or (run.text_ended and progress.step)
+    if run.config.eval_steps and is_last and progress.evaluation_step != progress.step:
         evaluate_or_stop(run)
     finish(run)
     if run.saver.failures:

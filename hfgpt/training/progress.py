@@ -39,10 +39,10 @@ class Progress:
         skipped_rows = Counter(state["skipped_rows"])
         return cls(**{**known, "skipped_rows": skipped_rows, "evaluation": state["evaluation"] or {}})
 
-    def note_evaluation(self, metrics: dict[str, Any]) -> bool:
-        """Keep the evaluation of the current step. Returns whether it is the best so far."""
+    def note_evaluation(self, metrics: dict[str, Any], best_by: str) -> bool:
+        """Keep the evaluation of the current step. Returns whether it has the lowest value of `best_by` so far."""
         self.evaluation, self.evaluation_step = metrics, self.step
-        is_best = metrics["eval_loss"] < (math.inf if self.best_metric is None else self.best_metric)
+        is_best = metrics[best_by] < (math.inf if self.best_metric is None else self.best_metric)
         if is_best:
-            self.best_metric, self.best_step = metrics["eval_loss"], self.step
+            self.best_metric, self.best_step = metrics[best_by], self.step
         return is_best

@@ -15,6 +15,8 @@ from hfgpt.checkpointing import state
 from hfgpt.checkpointing.read_training_state import changed_settings, read_state
 from hfgpt.checkpointing.run_folder import RunFolder
 from hfgpt.data import TextData
+from hfgpt.data.mixture import MixedStream
+from hfgpt.data.mixture_plan import share
 from hfgpt.data.position import resumed_position
 from hfgpt.distributed.ranks import Ranks
 from hfgpt.errors import UserError
@@ -57,6 +59,24 @@ class Resumed:
             scaler.load_state_dict(self.trainer_state["gradient_scaler"])
 
 
+def _continue_mixture(
+    plan: Plan, stream: MixedStream, saved: dict[str, Any], position: dict[str, Any], trainer: dict[str, Any]
+) -> tuple[dict[str, Any], str]:
+    """Let the weights of a mixture, which may have changed, count from the next step on; return the change in words."""
+    step, mixture = trainer["step"], plan.config.mixture
+    assert mixture is not None  # noqa: S101
+    if position["step"] != step:  # the text has changed, and starts over
+        before = saved["position"].get("tokens", {})
+        tokens = {name: before.get(name, 0) for name in stream.names}
+        position = {**position, "step": step, "since": step, "tokens": tokens}
+    now = mixture.schedule(plan.batch.tokens_per_step, step, trainer["num_input_tokens_seen"])
+    history = saved["fingerprint"].get("weights", [])
+    if not (stream.follow(history, step, now) and history):
+        return position, ""
+    words = [f"{share(stream.names, weights)} from step {first + 1}" for first, weights in now]
+    return position, f"weights ({'; '.join(words)})"
+
+
 def resume(folder: Path, run: RunFolder, plan: Plan, data: TextData, ranks: Ranks) -> Resumed:
     """Read checkpoint `folder`. Call on all processes; the main process reads the files.
 
@@ -73,6 +93,9 @@ def resume(folder: Path, run: RunFolder, plan: Plan, data: TextData, ranks: Rank
         position, changed_text = resumed_position(
             data.train, saved["fingerprint"], saved["position"], config.accept_changed_text
         )
+        if isinstance(data.train, MixedStream):
+            position, change = _continue_mixture(plan, data.train, saved, position, trainer)
+            changed_text = "; ".join(filter(None, (changed_text, change)))
     except UserError as error:
         problems += error.problems
     if (then := trainer["config"].get("optim")) != config.optim:

@@ -23,6 +23,7 @@ from hfgpt.training.non_finite import NonFiniteGuard
 from hfgpt.training.plan import Plan, setting_of
 from hfgpt.training.progress import Progress
 from hfgpt.training.resume import Resumed
+from hfgpt.training.source_losses import SourceLosses
 from hfgpt.training.step import TrainStep
 
 
@@ -61,6 +62,8 @@ class TrainingRun:
     facts: dict[str, Any]  # the content of run.json
     has_started: bool = False  # the folder is locked, and records are written
     has_ended: bool = False
+    text_ended: str = ""  # why there is no more text, if the run ends for that
+    source_losses: SourceLosses | None = None  # of the newest step of a mixture
     has_warned_of_report: bool = False  # a failure to write the report was logged
     lost_output: set[str] = field(default_factory=set)  # output streams whose failure has been recorded
 

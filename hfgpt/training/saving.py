@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -86,10 +88,13 @@ def note_saved(run: TrainingRun, wait: bool = False, at_end: bool = False) -> No
 
 
 def record_saved(run: TrainingRun, outcome: Path | Exception | None) -> None:
+    """Record how a save went, with the step of the checkpoint, because training has continued since."""
+    step = run.saver.saved_step
     if isinstance(outcome, Path):
-        run.record(event="save", checkpoint=outcome.name, skipped_rows=dict(run.progress.skipped_rows))
+        skipped_rows = dict(run.progress.skipped_rows)
+        run.record(event="save", checkpoint=outcome.name, checkpoint_step=step, skipped_rows=skipped_rows)
     elif outcome is not None:
-        run.record(event="save_failed", reason=str(outcome))
+        run.record(event="save_failed", checkpoint_step=step, reason=str(outcome))
 
 
 def write_report(run: TrainingRun) -> None:
@@ -104,6 +109,17 @@ def write_report(run: TrainingRun) -> None:
         if not run.has_warned_of_report:
             logger.warning("%s could not be written (%s); training continues without it", run.folder.report, reason)
         run.has_warned_of_report = True
+
+
+def record_samples(run: TrainingRun, prompts: Sequence[str], texts: Sequence[str]) -> None:
+    """Record samples made after the last step, once each, and write the report again. Call on the main process."""
+    with closing(run.folder):
+        run.folder.claim()
+        known = [(record.get("prompt"), record.get("text")) for record in run.folder.records()]
+        for prompt, text in zip(prompts, texts, strict=True):
+            if (prompt, text) not in known:
+                run.record(event="sample", prompt=prompt, text=text)
+        write_report(run)
 
 
 def record_lost_output(run: TrainingRun) -> None:

@@ -20,6 +20,7 @@ from hfgpt.checkpointing.saver import Saver
 from hfgpt.config import PretrainConfig
 from hfgpt.data import TextData, prepare_data, prepare_data_of_run
 from hfgpt.data.loader import iterate
+from hfgpt.data.mixture_plan import plan_mixture
 from hfgpt.distributed.compiler import CompileChoice, choose_compile
 from hfgpt.distributed.device import device_name, memory_bytes, start_accelerator
 from hfgpt.distributed.device_peaks import device_peak
@@ -61,7 +62,9 @@ def prepare(config: PretrainConfig, callbacks: Sequence[TrainerCallback], signal
             ranks.rendezvous()
             accelerator, precision = start_accelerator(config.mixed_precision, config.ddp_timeout)
             ranks.connect()
-            return _prepare(config, callbacks, signals, Machine(ranks, accelerator, precision, is_sharded))
+            machine = Machine(ranks, accelerator, precision, is_sharded)
+            _check_sharding(config, machine)
+            return _prepare(config, callbacks, signals, machine)
 
 
 @contextmanager
@@ -87,7 +90,6 @@ def _prepare(
     resume_from = ranks.from_main(partial(_check_folder, config, folder))
     config = ranks.from_main(partial(resolve_init_from, config, resume_from))
     batch = config.batch(ranks.world_size)
-    _check_sharding(config, machine)
     check_memory(config, batch, machine.memory_setting(config, batch), memory_bytes(device))
     config, data = _open_text(config, batch, resume_from, ranks)
     max_steps = config.total_steps(batch, getattr(data.train, "blocks_per_epoch", None))
@@ -109,6 +111,7 @@ def _prepare(
         resumed.load(model, optimizer, accelerator.scaler, ranks)
     progress = resumed.progress if resumed else Progress(skipped_rows=data.skipped.copy())
     position = resumed.position if resumed else data.train.start
+    data.description.extend(plan_mixture(config.metric_for_best_model, data, position, max_steps))
     step = TrainStep(
         *(model, optimizer, batch),
         accelerator=accelerator,
@@ -218,6 +221,8 @@ def _open_text(
 
     while True:
         try:
-            return config, ranks.from_main(partial(open_for, config))
+            data = ranks.from_main(partial(open_for, config))
+            is_same = data.tokenizer_name == config.tokenizer
+            return config if is_same else config.with_facts(tokenizer=data.tokenizer_name), data
         except UserError as error:
             config = config.without(error)

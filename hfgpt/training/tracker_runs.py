@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 # Keys with a number in every training log and every evaluation log.
 KINDS = ("learning_rate", "eval_tokens")
+# Trackers that keep a curve of each value. Others keep a row of each log, which needs its own counters.
+OF_CURVES, COUNTERS = ("tensorboard", "mlflow"), ("num_input_tokens_seen", "wall_seconds")
 Mark = tuple[int, str]  # identifies a log: its step and its kind
 
 # If one of these changes, repeated steps have different results.
@@ -174,6 +176,7 @@ class KeptRun:
         """run_ids: by tracker, from the checkpoint; the run that is opened is added."""
         self.name, self.callback, self.run_ids, self.earlier = name, callback, run_ids, earlier
         self.sent: set[Mark | None] = set()
+        self.last_training_step: int | None = None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.callback, name)
@@ -194,11 +197,19 @@ class KeptRun:
             past.global_step = record["step"]
             if record["step"] <= earlier.step and mark_of(past.global_step, record) not in self.sent:
                 logs = {key: value for key, value in only_numbers(record).items() if key not in ("step", "time")}
-                self.callback.on_log(args, past, control, logs=logs, **kwargs)
+                self._send(args, past, control, logs, kwargs)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **kwargs: Any) -> None:
         if mark_of(state.global_step, logs) not in self.sent:
-            self.callback.on_log(args, state, control, logs=logs, **kwargs)
+            self._send(args, state, control, logs, kwargs)
+
+    def _send(self, args: Any, state: Any, control: Any, logs: dict[str, Any], kwargs: dict[str, Any]) -> None:
+        """Send a log. A curve has no second point at a step that is evaluated too."""
+        if KINDS[0] in logs:
+            self.last_training_step = state.global_step
+        elif self.name in OF_CURVES and self.last_training_step == state.global_step:
+            logs = {key: value for key, value in logs.items() if key not in COUNTERS}
+        self.callback.on_log(args, state, control, logs=logs, **kwargs)
 
 
 def keep_runs(callbacks: Sequence[TrainerCallback], progress: Progress, resumed: Resumed | None) -> list[Any]:

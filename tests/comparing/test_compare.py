@@ -118,6 +118,39 @@ def test_better_at_equal_tokens_and_slower_per_token(tmp_path):
     assert there["perplexity"] == pytest.approx(math.exp(there["loss"]))
 
 
+def set_speed(run, seconds_of):
+    """Rewrite the speed and the time of each step: seconds_of(step) per step."""
+    lines, wall = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()], {0: 0.0}
+    for step in range(1, lines[-1]["step"] + 1):
+        wall[step] = wall[step - 1] + seconds_of(step)
+    for line in lines:
+        line["wall_seconds"] = wall[line["step"]]
+        if "loss" in line:
+            line["tokens_per_second"] = 1024 / seconds_of(line["step"])
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return run
+
+
+def test_a_large_difference_in_speed_is_named_however_speeds_varied(tmp_path):
+    """Half of the steps of a run were slow, because the machine did something else."""
+    steady = write_run(tmp_path / "steady")
+    for name, slow_steps, words in (
+        ("mostly_slow", 240, "mostly_slow is 7.00x slower per token"),  # the medians show it
+        (
+            "partly_slow",
+            80,
+            "partly_slow is 2.19x slower per token over the whole run",
+        ),  # only the whole run shows it: 320 steps at 1, 80 at 7 times
+        ("hardly_slow", 4, "no clear difference in speed"),
+    ):
+        loaded = set_speed(write_run(tmp_path / name), lambda step, slow=slow_steps: 3.5 if step <= slow else 0.5)
+        summary, *lines = verdicts(steady, loaded)
+        assert summary.startswith(f"same tokens, same result; {words}"), summary
+        report = build_report(runs := read_runs([steady, loaded]), compare(runs))
+        assert any(line.startswith(words) for line in report.verdicts[0][1].evidence) == (slow_steps > 4)
+        assert slow_steps == 4 or any("at equal wall time" in line and "worse" in line for line in lines)
+
+
 @pytest.mark.parametrize("every", [1, 10])
 def test_the_same_curve_with_other_noise_is_within_noise(tmp_path, every):
     a = write_run(tmp_path / "a", tokens="a", seed=3)
@@ -287,8 +320,28 @@ def test_an_mfu_above_one_is_noted(tmp_path):
     fast, slow = write_run(tmp_path / "fast"), write_run(tmp_path / "slow")
     rewritten = (slow / "metrics.jsonl").read_text().replace('"peak_tflops": 80.2', '"peak_tflops": 0.02')
     (slow / "metrics.jsonl").write_text(rewritten)
-    assert any(note.startswith("fast: an MFU above 1") for note in compared(fast, slow)["notes"])
+    (note,) = (note for note in compared(fast, slow)["notes"] if note.startswith("fast: an MFU above 1"))
+    assert "the 0.02 TFLOP/s of slow" in note  # the run whose peak is wrong
     assert not any("MFU above 1" in note for note in compared(fast)["notes"])
+
+
+def test_the_highest_peak_measured_on_a_device_holds_for_all_its_runs(tmp_path):
+    """Other programs only lower what is measured. A healthy run does not get an MFU above 1 from a loaded one."""
+    folders = []
+    for name, tflops, size in (("a", 0.2, 512), ("b", 0.001, 1024), ("c", 0.15, 512)):
+        peak = {"peak_tflops": tflops, "peak_source": f"measured: {size} x {size} float32 matmul on X, 2 threads"}
+        folders.append(write_run(tmp_path / name, peak=peak))
+    rated = write_run(tmp_path / "rated")
+    found = compared(*folders, rated)
+    assert [(row["peak_tflops"], row["stated_by"]) for row in found["mfu_against"]] == [
+        (0.2, ["a", "b", "c"]),
+        (80.2, ["rated"]),
+    ]
+    assert "highest of 3 measurements, from 0.001 TFLOP/s on" in found["mfu_against"][0]["peak_source"]
+    assert not any("MFU" in note for note in found["notes"])
+    rows = build_report(runs := read_runs([*folders, rated]), compare(runs)).tables[2].rows
+    labels = [row.label for row in rows if row.label.startswith("MFU")]
+    assert labels == ["MFU against 0.2 TFLOP/s of a and 2 more [1]", "MFU against 80.2 TFLOP/s of rated [2]"]
 
 
 def test_flops_of_a_log_follow_from_its_mfu(tmp_path):
@@ -313,6 +366,19 @@ def test_a_resumed_run_has_each_step_once(tmp_path):
     assert "every recorded loss is equal" in one(found["pairs"][0]["verdicts"], "same result:")
     assert found["settings_that_differ"] == {"weight_decay": {"a": 0.1, "b": "0.1; 0.2 from step 200 on"}}
     assert "resume at step 200" in shown(a, b)
+
+
+def test_a_run_resumed_with_more_steps_was_planned_longer(tmp_path):
+    for n, event in enumerate(
+        ({"changed_settings": {"max_steps": {"from": 100, "to": 400}}}, {"max_steps": 400, "changed_settings": {}})
+    ):
+        run = write_run(tmp_path / f"run{n}")
+        for path in (run / "run.json", run / "metrics.jsonl"):
+            path.write_text(path.read_text().replace('"max_steps": 400', '"max_steps": 100'))
+        with open(run / "metrics.jsonl", "a") as file:
+            file.write(json.dumps({"step": 400, "event": "resume", **event}) + "\n")
+        (found,) = compared(run)["runs"]
+        assert (found["steps"], found["planned_steps"]) == (400, 400)
 
 
 def test_a_micro_batch_that_memory_made_smaller(tmp_path):
@@ -862,6 +928,7 @@ def test_the_command(monkeypatch, capsys, tmp_path):
         code, out, err = command(monkeypatch, capsys, *runs)
         assert (code, err) == (0, "") and max(map(len, out.splitlines())) <= WIDTH
     assert "against a:" in out and "c against long-name" in out
+    (tmp_path / "new").mkdir()
     code, out, err = command(monkeypatch, capsys, a, b, "--json", "--output", tmp_path / "new" / "report.md")
     assert code == 0 and json.loads(out)["pairs"][0]["a"] == "a" and err.startswith("written: ")
     report = (tmp_path / "new" / "report.md").read_text()
@@ -875,7 +942,7 @@ def test_the_command(monkeypatch, capsys, tmp_path):
 
 
 def test_the_report_of_one_run(tmp_path):
-    text = write_markdown(tmp_path / "out" / "a.md", write_run(tmp_path / "a"))[-1].read_text()
+    text = write_markdown(tmp_path / "a.md", write_run(tmp_path / "a"))[-1].read_text()
     for part in (
         "learning\\_rate",
         "tokens/s",
@@ -887,6 +954,22 @@ def test_the_report_of_one_run(tmp_path):
     ):
         assert part in text
     assert "Noise:" not in text
+
+
+def test_the_title_is_of_no_order(tmp_path):
+    text = write_markdown(tmp_path / "r.md", write_run(tmp_path / "a"), write_run(tmp_path / "b"))[-1].read_text()
+    assert text.startswith("# a, b\n") and "**b against a: " in text
+    assert "run folder" not in text and "averaged from step" in text
+
+
+def test_without_matplotlib_png_is_one_line_and_nothing_is_written(monkeypatch, capsys, tmp_path):
+    a = write_run(tmp_path / "a")
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    for name in ("x.png", "x.md"):
+        code, out, err = command(monkeypatch, capsys, a, "--output", tmp_path / name)
+        assert (code, out) == (2, "") and err.count("\n") == 1 and "pip install matplotlib" in err
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+    assert command(monkeypatch, capsys, a, "--output", tmp_path / "x.html")[0] == 0
 
 
 def write_markdown(path, *folders):
@@ -932,6 +1015,7 @@ def test_wrong_use_is_one_line(monkeypatch, capsys, tmp_path):
         ([a, "--output", tmp_path], "is a folder"),
         ([a, "--output", tmp_path / "x.pdf"], "ends in .md, .html or .png"),
         ([a, "--output", tmp_path / "notes.txt" / "x.md"], "cannot be written"),
+        ([a, "--output", tmp_path / "no" / "where" / "x.html"], "there is no folder"),
         ([a, "--tokens_per_step", "many"], "tokens_per_step"),
         ([], "run"),
     ):

@@ -149,6 +149,63 @@ def test_events_are_marked_where_they_happened(tmp_path):
         assert any(part in title for title in page.titles()), part
 
 
+def test_a_loss_that_is_no_longer_finite_is_on_the_loss_chart(tmp_path):
+    run = write_run(tmp_path / "a", steps=40, model={"n_layer": 1})
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = [line | {"loss": None} if "loss" in line and line["step"] > 1 else line for line in lines]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines if "eval_loss" not in line))
+    documents = [{"row_of_step": n, "text": f"row {n}\n of <text>"} for n in range(8)]
+    skipped = {"event": "skip_step", "reason": "loss nan", "ranks": [0, 1], "documents": documents}
+    add(run, *({"step": step, **skipped} for step in range(2, 41)))
+    page = page_of(run)
+    marks = page.root.findall(".//figure[@id='loss_tokens']//svg[@class='flag fault']")
+    assert len(marks) == 39 and "1 layer," in " ".join(page.shown)
+    assert "training, mean from step 1 on; not finite in the end" in page.shown
+    line = 'skip_step at step 2: reason loss nan, ranks 0, 1, documents (8, the first with "row 0 of <text>")'
+    assert line in page.titles() and any(line in text for text in page.shown)
+    changed = {"optim": {"from": "adamw", "to": "muon"}, "min_learning_rate": {"from": None, "to": 0.1}}
+    add(run, {"step": 40, "event": "resume", "max_steps": 50, "changed_settings": changed})
+    line = "resume at step 40: changed_settings optim from adamw to muon, min_learning_rate from None to 0.1"
+    assert any(line in title for title in page_of(run).titles())
+
+
+def test_what_a_chart_leaves_out_is_stated(tmp_path):
+    """The first records, and a run that stays far above all others."""
+    good = [write_run(tmp_path / name, noise=0.001, scale=0.5) for name in "ab"]
+    bad = write_run(tmp_path / "bad", noise=0.001, scale=4)
+    plot = build_plots(read_runs([*good, bad]))[0]
+    assert plot.y[1] < 3.5 and plot.note.endswith("and all of bad.") and "up to 23.3" in plot.note
+    assert any(plot.note in text for text in page_of(*good, bad).shown)
+    assert build_plots(read_runs([good[0], bad]))[0].y[1] > 10  # of two, neither is the odd one
+    plot = build_plots(read_runs(good[:1]))[0]
+    assert plot.note.startswith(f"Not shown: records above {plot.y[1]:.4f}, up to 2.91")
+
+
+def test_equal_curves_are_drawn_in_colors_of_the_legend(tmp_path):
+    runs = [write_run(tmp_path / name) for name in "ab"]
+    plot = build_plots(read_runs(runs))[0]
+    assert [curve.is_smoothed for curve in plot.curves] == [True, False]  # no faint curve over another
+    paths = page_of(*runs).root.findall(".//figure[@id='loss_tokens']//svg[@class='curves']/path")
+    assert [path.get("class") for path in paths] == ["c0 faint", "c0 dash0", "c1 dash1"]
+
+
+def test_ticks_are_at_round_steps(tmp_path):
+    ticks = build_plots(read_runs([write_run(tmp_path / "a", steps=1000)]))[0].x_ticks
+    assert [tick.label for tick in ticks] == ["step 0", "200", "400", "600", "800", "1k"]
+    assert [tick.below for tick in ticks][:2] == ["0 tokens", "205k"]
+
+
+def test_samples_of_one_step_are_shown_together(tmp_path):
+    run = write_run(tmp_path / "a")
+    add(run, *({"step": step, "event": "sample", "prompt": f"{step} {n}", "text": ""} for step in (1, 2) for n in "ab"))
+    root = page_of(run).root
+    assert [one.text for one in root.findall(".//section[@class='samples']/figure/blockquote/b")] == ["2 a", "2 b"]
+    assert [one.text for one in root.findall(".//section[@class='samples']/details/figure/blockquote/b")] == [
+        "1 a",
+        "1 b",
+    ]
+
+
 def test_cost_is_bounded_by_points_not_by_records(tmp_path):
     short_run, long_run = write_run(tmp_path / "short", steps=5000), write_run(tmp_path / "long", steps=15000)
     add(long_run, *({"step": 9000 + n, "event": "skip_step", "reason": "loss nan"} for n in range(2000)))
@@ -197,6 +254,7 @@ def test_pages_of_other_logs(tmp_path):
 
 def test_the_command_writes_each_format(monkeypatch, capsys, tmp_path):
     a, b = write_run(tmp_path / "a", tokens="a", steps=2000), write_run(tmp_path / "b", tokens="b", steps=500)
+    (tmp_path / "new").mkdir()
     code, out, err = command(monkeypatch, capsys, a, b, "--output", tmp_path / "new" / "r.HTML")
     assert (code, err) == (0, f"written: {tmp_path}/new/r.HTML\n") and "b against a" in out
     Page((tmp_path / "new" / "r.HTML").read_text())

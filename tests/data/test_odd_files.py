@@ -48,8 +48,8 @@ def launched(folder: Path, dataset: Path, monkeypatch, capsys, *flags: str) -> t
         code = int(end.code or 0)
     skipped = {}
     if code == 0:
-        last = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
-        skipped = last["skipped_rows"]
+        records = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+        [skipped] = [record["skipped_rows"] for record in records if record.get("event") == "end"]
     return code, capsys.readouterr().err.strip().splitlines(), skipped
 
 

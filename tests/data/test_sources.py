@@ -64,10 +64,11 @@ def test_spans_cut_between_lines(tmp_path, monkeypatch, span):
 
 
 def test_a_split_on_the_hub_without_readable_files_is_refused_with_the_fix(monkeypatch):
-    files = ["hf://datasets/user/tables@c0ffee/data/a.csv"]
-    monkeypatch.setattr("hfgpt.data.sources.hub_files", lambda *_: (files, "c0ffee"))
+    files = ["hf://datasets/user/tables@c0ffee/data/a.pdf"]
+    monkeypatch.setattr("hfgpt.data.converted.hub_files", lambda *_: (files, "c0ffee"))
+    monkeypatch.setattr("hfgpt.data.converted._converted_files", lambda *_: None)
     with pytest.raises(
-        UserError, match=r"file in split train; a\.csv is CSV, which is not supported; convert it, for example"
+        UserError, match=r"file in split train; a\.pdf is a formatted document, which is not supported; save its text"
     ):
         open_source("user/tables")
 
@@ -194,7 +195,7 @@ def test_missing_file_offers_the_nearest_name(tmp_path):
         open_source("nowhere.txt")
 
 
-@pytest.mark.parametrize(("present", "asked"), [("corpus.bin", "corpsu.bin"), ("x.txt", "y.txt")])
+@pytest.mark.parametrize(("present", "asked"), [("corpus.pkl", "corpsu.pkl"), ("x.txt", "y.txt")])
 def test_missing_file_offers_no_file_that_is_no_help(tmp_path, present, asked):
     (tmp_path / present).write_text("x")
     with pytest.raises(UserError, match="no such file or folder; check the path"):
@@ -247,9 +248,9 @@ def test_missing_column_lists_the_existing_ones(tmp_path):
 
 
 def test_files_of_no_use_are_named(tmp_path):
-    (tmp_path / "a.csv").write_text("x")
-    for dataset in (tmp_path / "a.csv", tmp_path, tmp_path / "*.csv"):
-        with pytest.raises(UserError, match=r"dataset=.*parquet, jsonl\[\.gz\]"):
+    (tmp_path / "a.zip").write_text("x")
+    for dataset in (tmp_path / "a.zip", tmp_path, tmp_path / "*.zip"):
+        with pytest.raises(UserError, match=r"dataset=.*parquet, arrow, jsonl"):
             open_source(str(dataset))
 
 
@@ -329,7 +330,7 @@ def test_a_hub_that_is_not_there_is_named_in_seconds_without_waiting_for_it(monk
     monkeypatch.setattr(huggingface_hub.utils, "get_session", lambda: type("Session", (), {"head": unreachable})())
     monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", unreachable)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", never)
-    monkeypatch.setattr("hfgpt.data.prepare.load_tokenizer", never)
+    monkeypatch.setattr("hfgpt.data.run_tokenizer.load_tokenizer", never)
     (tmp_path / "a.txt").write_text("some text\n" * 99)
     with pytest.raises(UserError, match=rf"^{what}=nope/nothing: no .*local file.* the Hub at .* cannot be reached"):
         if what == "dataset":

@@ -110,7 +110,7 @@ def test_only_a_checkpoint_of_a_run_has_records(folder, tmp_path):
             record_evaluation(other, "text", TEXT)
         assert read_evaluations(other) == []
     rewrite(louder)(folder)
-    with pytest.raises(UserError, match=r"model.safetensors is not what manifest.json says"):
+    with pytest.raises(UserError, match=r"model.safetensors does not match manifest.json"):
         record_evaluation(folder, "text", TEXT)
     assert not (folder.parent / "evaluations.jsonl").exists()
 

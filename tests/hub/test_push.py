@@ -16,6 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from forked import FORK, completed
 from hub_server import Faults, HubServer
 from huggingface_hub import HfApi, ModelCard, constants
 from huggingface_hub.repocard_data import model_index_to_eval_results
@@ -55,14 +56,9 @@ def state_of(folder: Path) -> dict[str, str]:
 
 
 def command(server, home, *arguments, **environment) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        cwd=home,
-        env={**os.environ, "PYTHONPATH": str(ROOT), **server.environment(home / "hf"), **environment},
-    )
+    python = sys.executable if arguments[0] == "-c" else FORK  # code of its own comes without this package
+    env = {**os.environ, "PYTHONPATH": str(ROOT), **server.environment(home / "hf"), **environment}
+    return completed([python, *arguments], env, timeout=120, cwd=home)
 
 
 @pytest.mark.slow

@@ -32,6 +32,7 @@ def copy(folder, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.clean_process
 def test_a_checkpoint_is_plain_gpt2_and_gives_its_loss_again(folder, caplog):
     facts = verify(folder)
     assert not caplog.records  # the libraries have nothing to warn of

@@ -182,6 +182,10 @@ def test_the_plan_of_a_run_has_the_same_memory():
     plan = Plan(config, model, batch, 1, *choices, "card", [], "out/checkpoint-1", setting, peak_tflops=100.0)
     expected = training_memory(model, setting).peak / 2**30
     assert f"memory   about {expected:.2g} GiB expected" in plan.lines()
+    on_cpu = replace(plan, setting=setting_of(config, batch, "bf16", 1, "cpu")).lines()
+    (memory,) = (line for line in on_cpu if line.startswith("memory"))
+    # Steps report the memory of the whole process there.
+    assert memory.endswith(" GiB expected for tensors, and about 0.5 GiB for the program")
 
 
 @pytest.mark.parametrize(

@@ -513,8 +513,8 @@ def test_a_launcher_that_has_died_meanwhile_ends_the_process(monkeypatch):
 @pytest.mark.parametrize(
     ("environment", "named"),
     [
-        ({"RANK": "1"}, "RANK=1 is not from 0 to .*WORLD_SIZE is not set"),
-        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 is not from 0 to .*WORLD_SIZE=2"),
+        ({"RANK": "1"}, "RANK=1 is not from 0 to"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 is not from 0 to"),
         ({"RANK": "-1", "WORLD_SIZE": "2"}, "RANK=-1"),
         ({"RANK": "first", "WORLD_SIZE": "2"}, "RANK=first: not a whole number"),
         ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2, but RANK is not set"),
@@ -559,7 +559,8 @@ ODD_FOLDERS = {
 
 @pytest.mark.unix_only
 @pytest.mark.parametrize("kind", ODD_FOLDERS)
-def test_a_run_folder_that_cannot_be_is_one_line(config, capsys, tmp_path, kind):
+def test_a_run_folder_that_cannot_be_is_one_line(config, capsys, tmp_path, monkeypatch, kind):
+    monkeypatch.setattr("hfgpt.training.setup._open_text", lambda *_: 1 / 0)  # refused before the text is read
     (tmp_path / "file").touch()
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
     (tmp_path / "loop").symlink_to(tmp_path / "loop")

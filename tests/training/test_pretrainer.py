@@ -16,6 +16,7 @@ from running import MODEL, first_step, prepared, records, same_weights, seconds_
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from hfgpt import Pretrainer, UserError
+from hfgpt.checkpointing import saver
 from hfgpt.training.optimizer import parameter_groups
 from hfgpt.training.saving import trainer_state
 
@@ -192,7 +193,8 @@ def test_epochs_give_the_length_of_a_run_in_memory(config):
 def test_losses_hold_no_graph(config):
     run = trained(config(logging_steps=100))
     assert len(run.non_finite.values) and not run.non_finite.values.requires_grad
-    assert not any(tensor.requires_grad for tensor in first_step(prepared(config("other"))))
+    result = first_step(prepared(config("other")))
+    assert not any(tensor.requires_grad for tensor in result if tensor is not None)
 
 
 def test_unknown_trackers_are_refused(config):
@@ -248,3 +250,20 @@ def test_a_save_that_ends_between_steps_does_not_swallow_the_next(config):
 def test_a_stated_peak_is_what_mfu_is_against(config):
     [*_, last] = records(trained(config(mfu_peak_tflops=2.0, max_steps=3, logging_steps=1)))
     assert last["peak_tflops"] == 2.0 and last["peak_source"] == "given" and last["mfu"] > 0
+
+
+def test_a_save_is_recorded_with_the_step_of_its_checkpoint(config, monkeypatch):
+    """Training goes on while it is written."""
+    write = saver.write_checkpoint
+
+    def write_slowly(*arguments):
+        time.sleep(0.3)
+        return write(*arguments)
+
+    monkeypatch.setattr(saver, "write_checkpoint", write_slowly)
+    saves = records(trained(config(max_steps=40, save_steps=20)), "checkpoint_step")
+    assert [(one["checkpoint"], one["checkpoint_step"]) for one in saves] == [
+        ("checkpoint-20", 20),
+        ("checkpoint-40", 40),
+    ]
+    assert saves[0]["step"] > 20  # records are in rising order

@@ -53,6 +53,20 @@ def test_samples_are_recorded_and_shown(config):
     assert all(set(record) == counted for record in records(run, "event") if record["event"] == "sample")
 
 
+def test_samples_of_the_trained_model_are_recorded_once_and_shown(config):
+    pretrainer = Pretrainer(config())
+    pretrainer.train()
+    for _ in range(2):
+        pretrainer.record_samples(["Once", "If"], [" upon <a>", " so"])
+    samples = [record for record in records(pretrainer.run, "event") if record["event"] == "sample"]
+    assert [(one["step"], one["prompt"], one["text"]) for one in samples] == [
+        (6, "Once", " upon <a>"),
+        (6, "If", " so"),
+    ]
+    page = pretrainer.run.folder.report.read_text()
+    assert "<b>Once</b> upon &lt;a&gt;" in page and '<p class="state">finished</p>' in page
+
+
 def test_no_report_is_written_where_none_is_wanted(config):
     run = trained(config(report=False))
     assert not run.folder.report.exists()

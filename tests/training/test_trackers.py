@@ -84,6 +84,7 @@ def test_tensorboard_has_all_metrics_and_no_text(config, offline, tmp_path, capl
     training, _ = logged(config, "tensorboard")
     events = EventAccumulator(str(tmp_path / "board")).Reload()
     for key in sent(training[-1]):
+        assert len(events.Scalars(f"train/{key}")) == len([one for one in training if one[key] is not None])
         values = {event.step: event.value for event in events.Scalars(f"train/{key}")}
         assert values == pytest.approx({one["step"]: one[key] for one in training if one[key] is not None}, rel=1e-5)
     assert not [tag for tag in events.Tags()["tensors"] if "args" not in tag and "model_config" not in tag]
@@ -100,6 +101,7 @@ def test_mlflow_has_all_metrics_and_does_not_warn(config, offline, tmp_path, cap
     for key in sent(training[-1]):
         history = mlflow.MlflowClient().get_metric_history(run.info.run_id, key)
         values = {metric.step: metric.value for metric in history}
+        assert len(values) == len(history)
         assert values == pytest.approx({one["step"]: one[key] for one in training if one[key] is not None}), key
     assert "attempting to log" not in caplog.text
 

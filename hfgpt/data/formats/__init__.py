@@ -2,11 +2,11 @@
 
 To add one, write a module with the members of `Format` and enter it in `FORMATS`. A new suffix also goes into `KINDS`
 and `KNOWN` in `hfgpt/data/kinds.py` (and out of `OTHER_KINDS`, if it is there); `hfgpt/data/heads.py` checks the first
-bytes of every file.
+bytes of every file. `spans.py` splits files of lines, `borders.py` those whose rows only reading from the start finds.
 
 A reader splits a file into units, and a unit into rows. It knows nothing of held-out documents, shuffling, or the order
 of a stream; these see only units and rows. There are two exceptions: for a stream, `sources.py` splits plain text into
-more documents, and for tasks, `rows.py` reads whole rows of jsonl and parquet files.
+more documents, and for tasks, `rows.py` reads whole rows of json, jsonl and parquet files.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import os
 from typing import Any, Protocol
 
 from hfgpt.data import embedded
-from hfgpt.data.formats import jsonl, parquet, text
+from hfgpt.data.formats import arrow, csv_rows, given, jsonl, parquet, tar, text, tokens
 from hfgpt.data.heads import FileHead, read_head
 from hfgpt.data.kinds import BadFile, file_kind
 from hfgpt.data.units import Unit
@@ -38,11 +38,22 @@ class Format(Protocol):
 
 
 # Keyed by `file_kind`.
-FORMATS: dict[str, Format] = {"parquet": parquet, "lines": jsonl, "text": text}
+FORMATS: dict[str, Format] = {
+    "parquet": parquet,
+    "lines": jsonl,
+    "text": text,
+    "csv": csv_rows,
+    "arrow": arrow,
+    "tar": tar,
+    "tokens": tokens,
+}
 
 
-def format_of(file: str) -> Format:
-    return embedded if file == embedded.NAME else FORMATS[file_kind(file) or ""]
+def format_of(file: str) -> Any:
+    """Return the module that reads a file, the embedded text, or what was given in Python."""
+    if file in (given.TRAINING, given.EVALUATION):
+        return given
+    return embedded if file == embedded.NAME else FORMATS[file_kind(file) or "tokens"]  # by content
 
 
 def inspect_file(file: str, text_column: str) -> tuple[list[Unit], int]:

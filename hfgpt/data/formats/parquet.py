@@ -7,6 +7,7 @@ the bytes of a column in a row group, which one request fetches.
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 from typing import Any, NamedTuple
@@ -19,7 +20,7 @@ from hfgpt.data.file_access import open_file
 from hfgpt.data.formats.column_file import CODECS, UNKNOWN, Chunk, Leaf, column_file, is_simple
 from hfgpt.data.heads import FileHead, no_column, read_head
 from hfgpt.data.kinds import BadFile
-from hfgpt.data.units import Unit
+from hfgpt.data.units import Unit, Unusable
 
 HAS_COLUMNS, UNIT_START = True, "row_group"  # see `Format`
 # What is kept of footers takes up to this in total: enough for all files in use, even with 1,000 row groups each.
@@ -53,7 +54,9 @@ def inspect(file: str, text_column: str) -> tuple[list[Unit], int]:
     column = open_column(file, text_column)
     kind = column.field.type
     if str(kind.value_type if pa.types.is_dictionary(kind) else kind) not in TEXT_TYPES:
-        raise BadFile(f"text_column={text_column}: contains {kind}, not text, in {file}; choose a text column")
+        raise BadFile(
+            f"text_column={text_column}: contains {kind}, not text, in {file}; choose a text column{or_tokens(kind)}"
+        )
     return units_of_column(file, column), column.size_bytes
 
 
@@ -69,6 +72,47 @@ def units_of_column(file: str, column: Column) -> list[Unit]:
 def read_rows(unit: Unit, text_column: str) -> list[Any]:
     # Arrow does not check that a string column is UTF-8.
     return read_column(unit, text_column).cast(pa.large_binary()).to_pylist()
+
+
+def find_token_units(file: str, tokens_column: str) -> tuple[list[Unit], int]:
+    """Like `inspect`, for a column of lists of token ids, of which a unit may have any number of documents."""
+    size, footer = _read_footer(file)
+    check_token_column(file, _schema(footer), tokens_column)
+    column = _find_column(file, tokens_column, footer, size)
+    _footers.put(_key(file, tokens_column), column)
+    sizes = column.chunks[:, 3].tolist()
+    return [Unit(file, i, size_bytes=n) for i, n in enumerate(sizes) if column.chunks[i, 0]], size
+
+
+def read_tokens(unit: Unit, tokens_column: str) -> list[Any]:
+    """Return the ids in each row of a unit, or an `Unusable`."""
+    return split_token_lists(unit.file, read_column(unit, tokens_column))
+
+
+def check_token_column(file: str, schema: Any, tokens_column: str) -> None:
+    """Raise BadFile if an Arrow schema has no column of lists of integers of that name."""
+    if schema.names.count(tokens_column) != 1:
+        raise BadFile(str(no_column(file, tokens_column, schema.names)).replace("text_column", "tokens_column", 1))
+    kind = schema.field(tokens_column).type
+    is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+    if not (is_list and pa.types.is_integer(kind.value_type)):
+        raise BadFile(f"tokens_column={tokens_column}: contains {kind}, not lists of integers, in {file}")
+
+
+def split_token_lists(file: str, column: Any) -> list[Any]:
+    """Return the ids in each row of an Arrow column of lists, or an `Unusable`."""
+    rows: list[Any] = []
+    for chunk in column.cast(pa.large_list(column.type.value_type)).chunks:
+        if chunk.values.null_count:
+            raise BadFile(f"dataset: {file} has null among its token ids; write it again")
+        ids, borders = chunk.values.to_numpy(), chunk.offsets.to_numpy()
+        rows += [ids[start:stop] for start, stop in itertools.pairwise(borders.tolist())]
+    return [Unusable("null") if null else row for row, null in zip(rows, column.is_null().to_pylist(), strict=True)]
+
+
+def or_tokens(kind: Any) -> str:
+    """Return the end of a message about a column of this type: that it may hold tokens, if it looks so."""
+    return ", or give it as tokens_column" if pa.types.is_nested(kind) and "int" in str(kind) else ""
 
 
 def read_column(unit: Unit, name: str) -> pa.ChunkedArray:
@@ -90,9 +134,7 @@ def read_column(unit: Unit, name: str) -> pa.ChunkedArray:
 
 def open_column(file: str, name: str) -> Column:
     """Return what is needed to read one column of a file. Its footer is fetched once, as long as the file is in use."""
-    # A local file may be overwritten; a Hub file has its commit in its name.
-    status = None if "://" in file else os.stat(file)
-    key = (file, name, status and (status.st_size, status.st_mtime_ns))
+    key = _key(file, name)
     if (column := _footers.get(key)) is None:
         size, footer = _read_footer(file)
         column = _find_column(file, name, footer, size)
@@ -100,9 +142,19 @@ def open_column(file: str, name: str) -> Column:
     return column
 
 
-def _find_column(file: str, name: str, footer: Any, size: int) -> Column:
+def _key(file: str, column: str) -> object:
+    # A local file may be overwritten; a Hub file has its commit in its name.
+    status = None if "://" in file else os.stat(file)
+    return file, column, status and (status.st_size, status.st_mtime_ns)
+
+
+def _schema(footer: Any) -> Any:
     # Not footer.schema: the two would refer to each other, and large footers stay in memory.
-    schema = pq.ParquetFile(pa.BufferReader(b""), metadata=footer).schema_arrow
+    return pq.ParquetFile(pa.BufferReader(b""), metadata=footer).schema_arrow
+
+
+def _find_column(file: str, name: str, footer: Any, size: int) -> Column:
+    schema = _schema(footer)
     if schema.names.count(name) != 1:
         raise no_column(file, name, schema.names)
     field, groups = schema.field(name).remove_metadata(), footer.num_row_groups

@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import codecs
 import itertools
+from typing import Any
 
+from hfgpt.data.compression import GZIP
 from hfgpt.data.file_access import open_file
+from hfgpt.data.kinds import BadFile, compression
 from hfgpt.data.units import Unit
 
 SPAN_BYTES = 2 * 2**20
-# Reaching a span of a gzip file means decompressing everything before it, so these are larger.
+# Reaching a span of a compressed file means decompressing everything before it, so these are larger.
 GZIP_SPAN_BYTES = 32 * 2**20
+# The most that is read at once of a file that does not state how much it unpacks to.
+LARGEST_REST_BYTES = 512 * 2**20
 
 
 def split_into_spans(file: str, size_bytes: int) -> list[Unit]:
     """Split a file of `size_bytes` (uncompressed) into units."""
-    if not file.lower().endswith(".gz"):
+    if not compression(file):
         borders = [*range(0, size_bytes, SPAN_BYTES), size_bytes]
         return [Unit(file, start, stop, size_bytes=stop - start) for start, stop in itertools.pairwise(borders)]
     starts = range(0, max(1, size_bytes), GZIP_SPAN_BYTES)
     units = [Unit(file, start, start + GZIP_SPAN_BYTES, size_bytes=GZIP_SPAN_BYTES) for start in starts]
-    # A gzip file states its size only modulo 2^32, so the last unit takes everything that is left.
+    # A gzip file states its size only modulo 2^32, and others not at all, so the last unit takes all that is left.
     units[-1] = units[-1]._replace(stop=-1, size_bytes=size_bytes - starts[-1])
     return units
 
@@ -30,7 +35,7 @@ def read_lines(unit: Unit) -> bytes:
     start = max(unit.start - 1, 0)  # a line that begins at `start` follows a line end just before it
     with open_file(unit.file) as handle:
         handle.seek(start)
-        data = handle.read() if unit.stop < 0 else handle.read(unit.stop - start)
+        data = read_rest(unit.file, handle) if unit.stop < 0 else handle.read(unit.stop - start)
         if unit.start:
             _, _, data = data.partition(b"\n")
         parts = [data]
@@ -38,6 +43,16 @@ def read_lines(unit: Unit) -> bytes:
             line, line_end, _ = handle.read(2**16).partition(b"\n")
             parts.append(line + line_end)
     return b"".join(parts).removeprefix(codecs.BOM_UTF8)
+
+
+def read_rest(file: str, handle: Any) -> bytes:
+    """Return all that is left of a file. Raises BadFile if a compressed file holds far more than it seems to."""
+    if compression(file) in (None, GZIP):
+        return handle.read()
+    data = handle.read(LARGEST_REST_BYTES + 1)
+    if len(data) > LARGEST_REST_BYTES:
+        raise BadFile(f"dataset: {file} unpacks to far more than its beginning suggests; unpack it, or split it")
+    return data
 
 
 def read_text(unit: Unit, longest_line: int) -> bytes:
@@ -48,7 +63,7 @@ def read_text(unit: Unit, longest_line: int) -> bytes:
     start = max(unit.start - 1, 0)
     with open_file(unit.file) as handle:
         handle.seek(start)
-        data = handle.read() if unit.stop < 0 else handle.read(unit.stop - start + longest_line)
+        data = read_rest(unit.file, handle) if unit.stop < 0 else handle.read(unit.stop - start + longest_line)
     begin = _find_border(data, unit.start - start, longest_line) if unit.start else 0
     end = len(data) if unit.stop < 0 else _find_border(data, unit.stop - start, longest_line)
     return data[begin:end].removeprefix(codecs.BOM_UTF8)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 
+from hfgpt.data.compression import GZIP
 from hfgpt.data.file_access import open_file
 from hfgpt.data.formats.spans import read_lines, read_text, split_into_spans
 from hfgpt.data.heads import FileHead
-from hfgpt.data.kinds import BadFile
+from hfgpt.data.kinds import BadFile, compression
 from hfgpt.data.units import IN_MEMORY_BYTES, Unit
 
 HAS_COLUMNS, UNIT_START = False, "from_byte"  # see `Format`
@@ -17,14 +18,15 @@ STREAM_DOCUMENTS, SMALLEST_PIECE = 1024, 2**10
 
 
 def find_units(file: str, head: FileHead, text_column: str) -> list[Unit]:
-    if not file.lower().endswith(".gz"):
+    packed = compression(file)
+    if not packed:
         with open_file(file) as handle:
             handle.seek(max(0, head.size_bytes - 64))
             if b"\0" in handle.read(64):
                 raise BadFile(
                     f"dataset: {file} ends in zero bytes, as damaged files do; download it again, or remove them"
                 )
-    if head.size_bytes <= IN_MEMORY_BYTES:
+    if (head.size_bytes if packed in (None, GZIP) else head.text_bytes) <= IN_MEMORY_BYTES:
         return [Unit(file, rows=1, piece_characters=None, size_bytes=head.text_bytes)]
     return split_into_spans(file, head.text_bytes)
 

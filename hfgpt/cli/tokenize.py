@@ -1,0 +1,48 @@
+"""`hfgpt tokenize`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from typer import Argument, Option
+
+from hfgpt.cli.options import AsJson, path, path_or_id, whole
+from hfgpt.cli.output import as_json, as_lines, silence_transformers
+
+
+def tokenize(
+    dataset: Annotated[str, Argument(parser=path_or_id, help="File, folder, glob, Hub id or embedded.")],
+    folder: Annotated[Path, Argument(parser=path, help="Folder for the shards.")],
+    tokenizer: Annotated[
+        str, Option("--tokenizer", parser=path_or_id, help="Hub id or folder of the tokenizer.")
+    ] = "gpt2",
+    dataset_name: Annotated[
+        str | None, Option("--dataset_name", help="Configuration (subset) of a Hub dataset.")
+    ] = None,
+    dataset_split: Annotated[str, Option("--dataset_split", help="Split of a Hub dataset.")] = "train",
+    dataset_revision: Annotated[
+        str | None, Option("--dataset_revision", help="Commit, tag or branch of a Hub dataset.")
+    ] = None,
+    text_column: Annotated[str, Option("--text_column", help="Column that holds the text.")] = "text",
+    shard_tokens: Annotated[
+        int, Option("--shard_tokens", parser=whole(1, 2**31 - 1), help="Tokens in each shard.")
+    ] = 100_000_000,
+    num_workers: Annotated[
+        int | None, Option("--num_workers", parser=whole(1, 1024), help="Processes; default: one per core.")
+    ] = None,
+    is_json: AsJson = False,
+) -> None:
+    """Write the tokens of a text as shards in llm.c's layout, for --dataset of later runs.
+
+    Continues where it was interrupted. hfgpt_tokens.json beside the shards names tokenizer, source and commit.
+
+    Example: hfgpt tokenize "texts/*.jsonl" shards --tokenizer gpt2
+    """
+    from hfgpt.data.tokenize import tokenize as write_shards
+
+    silence_transformers()
+    source = {"dataset": dataset, "name": dataset_name, "split": dataset_split, "revision": dataset_revision}
+    facts = write_shards({**source, "text_column": text_column}, folder, tokenizer, shard_tokens, num_workers)
+    shown = {key: value for key, value in facts.items() if key not in ("text", "finished")}
+    print(as_json(facts) if is_json else as_lines({**shown, "shards": len(facts["shards"]), "folder": folder}, "none"))

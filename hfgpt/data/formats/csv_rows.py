@@ -1,0 +1,108 @@
+"""CSV and TSV: the first row names the columns. See `borders` for how a file is split into units.
+
+A line end may lie inside quotes, so only reading from the beginning tells where a row begins.
+"""
+
+from __future__ import annotations
+
+import codecs
+import csv
+import io
+from collections.abc import Iterator
+from typing import Any
+
+from hfgpt.data.file_access import open_file
+from hfgpt.data.formats.borders import one_unit, read_unit, split_at_rows
+from hfgpt.data.heads import FileHead, no_column
+from hfgpt.data.kinds import BadFile
+from hfgpt.data.units import Unit, Unusable
+
+HAS_COLUMNS, UNIT_START = True, "from_byte"  # see `Format`
+LONGEST_FIELD_CHARACTERS = 256 * 2**20
+SEPARATORS = ",;\t|"
+
+
+def find_units(file: str, head: FileHead, text_column: str) -> list[Unit]:
+    """A layout is the separator, the number of the text column, and that of all columns."""
+    columns, separator = _find_columns(file, head.data, text_column)
+    if not columns:
+        return []
+    if columns.count(text_column) != 1:
+        raise no_column(file, text_column, columns)
+    layout = f"{separator}{columns.index(text_column)}/{len(columns)}"
+    if units := one_unit(file, head.text_bytes, layout):
+        return units
+    with open_file(file, read_ahead=True) as handle:
+        return split_at_rows(file, (end for _, end in _read(file, handle, separator)), layout)
+
+
+def _find_columns(file: str, data: bytes, text_column: str) -> tuple[list[str], str]:
+    """Return the first row, read with the first separator with which it has the column, and that separator."""
+    csv.field_size_limit(LONGEST_FIELD_CHARACTERS)
+    preferred = "\t" + SEPARATORS if ".tsv" in file.lower() else SEPARATORS
+    found = []
+    for separator in preferred:
+        text = data.removeprefix(codecs.BOM_UTF8).decode("utf-8", "replace")
+        columns = next(filter(None, csv.reader(io.StringIO(text, newline=""), delimiter=separator)), [])
+        if text_column in columns:
+            return columns, separator
+        found.append((len(columns), columns, separator))
+    _, columns, separator = max(found, key=lambda one: one[0])
+    return columns, separator
+
+
+def read_rows(unit: Unit, text_column: str) -> list[Any]:
+    separator, (column, columns) = unit.layout[0], map(int, unit.layout[1:].split("/"))
+    rows = (row for row, _ in _read(unit.file, io.BytesIO(read_unit(unit)), separator) if row)
+    if unit.start == 0:
+        next(rows, None)  # the names of the columns
+    return [_pick(row, column, columns) for row in rows]
+
+
+def _pick(row: list[str], column: int, columns: int) -> Any:
+    if len(row) > columns:
+        return Unusable("malformed")
+    if len(row) <= column:
+        return Unusable("no_text_column")
+    return row[column].encode("utf-8", "surrogateescape")  # the bytes of the file, which need not be UTF-8
+
+
+def _read(file: str, handle: Any, separator: str) -> Iterator[tuple[list[str], int]]:
+    """Yield each row, and the byte at which it ends. An empty line is an empty row."""
+    csv.field_size_limit(LONGEST_FIELD_CHARACTERS)
+    lines: list[str] = []
+    end, last = 0, ""
+    # Splits at any kind of line end, and keeps it.
+    text = io.TextIOWrapper(handle, encoding="utf-8", errors="surrogateescape", newline="")
+
+    def of_row() -> Iterator[str]:
+        nonlocal end
+        while line := text.readline(LONGEST_FIELD_CHARACTERS):
+            if len(line) == LONGEST_FIELD_CHARACTERS:
+                raise csv.Error(f"a line is longer than {LONGEST_FIELD_CHARACTERS:,} characters")
+            end += len(line) if line.isascii() else len(line.encode("utf-8", "surrogateescape"))
+            line = line if lines or end > len(line) + 3 else line.removeprefix("\ufeff")
+            lines.append(line)
+            yield line
+
+    try:
+        for row in csv.reader(of_row(), delimiter=separator):
+            last = "".join(lines)
+            lines[:] = []
+            yield row, end
+        if '"' in last:
+            _refuse_open_quote(file, last, separator)
+    except csv.Error as error:
+        fix = "write it again, for example with pandas.DataFrame.to_csv"
+        raise BadFile(f"dataset: {file}: the row before byte {end:,} cannot be read ({error}); {fix}") from error
+    finally:
+        text.detach()
+
+
+def _refuse_open_quote(file: str, row: str, separator: str) -> None:
+    """Raise BadFile if the last row ends inside quotes."""
+    try:
+        list(csv.reader(io.StringIO(row, newline=""), delimiter=separator, strict=True))
+    except csv.Error as error:
+        if "unexpected end of data" in str(error):
+            raise BadFile(f"dataset: {file} ends inside quotes, so it is cut off; download it again") from error

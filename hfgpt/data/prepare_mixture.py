@@ -1,0 +1,194 @@
+"""Prepare the texts of a run: one text as prepare.py does, or several sources, or several named evaluation texts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from itertools import chain
+from typing import Any, TypeVar
+
+import numpy as np
+import xxhash
+from transformers import PreTrainedTokenizerFast
+
+from hfgpt.config import PretrainConfig
+from hfgpt.data import embedded, prepare
+from hfgpt.data.document_stream import DocumentStream
+from hfgpt.data.encoding import describe_skipped, first_tokens
+from hfgpt.data.held_out import HeldOut, open_evaluation_text
+from hfgpt.data.local_files import local_files
+from hfgpt.data.memory_blocks import MemoryBlocks
+from hfgpt.data.mixture import MixedStream
+from hfgpt.data.position import SOURCE, of_source
+from hfgpt.data.prepare import OpenText, TextData
+from hfgpt.data.run_tokenizer import RunTokenizer
+from hfgpt.errors import UserError
+from hfgpt.settings.mixture import MixtureSource
+
+T = TypeVar("T")
+Streams = dict[str, MemoryBlocks | DocumentStream]
+_HELD_OUT_OF_EACH = "the last tenth of each source"
+# Keys of a source's fingerprint that the mixture has in common.
+_SHARED = ("tokenizer", "seed", "sequence_length", "blocks_per_step")
+
+
+def prepare_data(
+    config: PretrainConfig,
+    blocks_per_step: int,
+    tokenizer: PreTrainedTokenizerFast | None = None,
+    saved: dict[str, Any] | None = None,
+) -> TextData:
+    """Open the text of a run as `prepare.prepare_data` does, or all texts of a mixture.
+
+    The last tenth of each source is held out, and evaluated under its name, unless there is an `eval_dataset`. Training
+    sees no document of any validation text. `saved`: the fingerprint of a run being resumed.
+    """
+    if config.mixture is None and not config.evaluation_texts:
+        return prepare.prepare_data(config, blocks_per_step, tokenizer, saved)
+
+    def saved_of(name: str) -> dict[str, Any] | None:
+        return saved if config.mixture is None else of_source(saved, name)
+
+    sources = _of_each(config, lambda name, own: prepare.open_training_source(own, saved_of(name)))
+    of_run = RunTokenizer(config, sources, tokenizer)
+    config = of_run.config
+    opened = _of_each(config, lambda name, own: prepare.open_text(own, sources[name], of_run, saved_of(name)))
+    texts, evaluated = list(opened.values()), _evaluation_texts(config, opened, of_run)
+    prepare.exclude_evaluated(texts, evaluated.values(), of_run)
+    tokenizer, encoder = of_run.load(prepare.documents_for_tokenizer(config, texts)), of_run.encoder
+    streams, how = Streams(), []
+    for name, text in opened.items():
+        streams[name], of_stream = _named(_source(name), partial(prepare.build_stream, text, encoder, blocks_per_step))
+        how.append(f"training: {_prefix(name)}{of_stream}")
+    train = _combine(config, streams, evaluated)
+    skipped = sum((text.skipped for text in texts), Counter[str]())
+    named, lines = {}, []
+    for name, held_out in evaluated.items():
+        encode = partial(prepare.encode_validation, config, encoder, held_out, skipped)
+        tokens, token_bytes, of_text = _named(
+            _source(name) if config.eval_dataset is None else f"eval_dataset.{name}", encode
+        )
+        named[name] = tokens, token_bytes
+        rule = [line for line in of_text if line.startswith("documents:") and line not in lines]  # of the tokenizer
+        lines += rule + [f"{_prefix(name)}{line}" for line in of_text if not line.startswith("documents:")]
+    validation = np.concatenate([tokens for tokens, _ in named.values()])
+    shuffled = chain.from_iterable(map(prepare.shuffled_documents, texts))
+    return TextData(
+        tokenizer=tokenizer,
+        train=train,
+        validation=validation,
+        train_sample=first_tokens(encoder, shuffled, len(validation)) if config.eval_train else None,
+        validation_bytes=named[""][1] if "" in named else None,
+        description=[
+            *(f"{_prefix(name)}{text.source.description}" for name, text in opened.items()),
+            of_run.describe(),
+            *how,
+            *lines,
+            *(f"so far, {line}" for line in describe_skipped(skipped)),
+        ],
+        skipped=skipped,
+        validation_documents=len(frozenset[int]().union(*(text.hashes for text in evaluated.values()))),
+        tokenizer_name=config.tokenizer,
+        named_validation={} if "" in named else named,
+    )
+
+
+def _prefix(name: str) -> str:
+    return f"{name}: " if name else ""
+
+
+def _source(name: str) -> str:
+    return f"source {name}" if name else ""
+
+
+def _named(name: str, make: Callable[[], T]) -> T:
+    """Call `make`, and put the name of the text before its errors."""
+    try:
+        return make()
+    except UserError as error:
+        if not name:
+            raise
+        raise UserError(*(f"{name}: {problem}" for problem in error.problems)) from error
+
+
+def _of_each(config: PretrainConfig, make: Callable[[str, PretrainConfig], T]) -> dict[str, T]:
+    """Call `make` with the name and settings of each source, or of the only text, whose name is empty.
+
+    Raises the problems of all of them at once.
+    """
+    sources = config.mixture.sources if config.mixture else [MixtureSource("", {})]
+    made: dict[str, T] = {}
+    problems: list[str] = []
+    for source in sources:
+        own = config.of_text(source.settings) if config.mixture else config
+        try:
+            made[source.name] = _named(_source(source.name), partial(make, source.name, own))
+        except UserError as error:
+            if not config.mixture:
+                raise
+            problems += error.problems
+    if problems:
+        raise UserError(*problems)
+    return made
+
+
+def _evaluation_texts(
+    config: PretrainConfig, opened: dict[str, OpenText], tokenizer: RunTokenizer
+) -> dict[str, HeldOut]:
+    """Return the evaluation texts by name: those of `eval_dataset`, or what was held out of each source."""
+    if config.eval_dataset is None:
+        return {name: text.held_out for name, text in opened.items()}
+    if isinstance(config.eval_dataset, dict):
+        only = None if config.mixture else opened[""].source
+        named = config.evaluation_texts.items()
+        return {
+            name: open_evaluation_text(name, settings, config, only, tokenizer.readable) for name, settings in named
+        }
+    name = config.eval_dataset
+    if name != embedded.NAME and local_files(name) is None and "/" not in name:
+        raise UserError(
+            f"eval_dataset={name}: no such file or folder; for a split of one of the sources, give "
+            f"{{{name}: {{dataset: .., dataset_split: {name}}}}}"
+        )
+    return {"": open_evaluation_text("", {"dataset": name}, config, None, tokenizer.readable)}
+
+
+def _combine(
+    config: PretrainConfig, streams: Streams, evaluated: dict[str, HeldOut]
+) -> MemoryBlocks | DocumentStream | MixedStream:
+    """Return the stream of a mixture, or the only stream; its fingerprint covers all evaluation texts."""
+    hashes = frozenset[int]().union(*(text.hashes for text in evaluated.values()))
+    of_text = {
+        "held_out": _HELD_OUT_OF_EACH
+        if config.eval_dataset is None
+        else "; ".join(_prefix(name) + text.rule for name, text in evaluated.items()),
+        "held_out.hash": xxhash.xxh3_64_hexdigest(np.array(sorted(hashes), "<u8").tobytes()),
+    }
+    if config.mixture is None:
+        [only] = streams.values()
+        only.fingerprint |= of_text
+        return only
+    first = next(iter(streams.values()))
+    fingerprint = {key: first.fingerprint[key] for key in _SHARED} | of_text | {"stream": "mixture"}
+    for name, stream in streams.items():
+        own = {key: value for key, value in stream.fingerprint.items() if key not in (*_SHARED, "held_out.hash")}
+        fingerprint |= {f"{name}{SOURCE}{key}": value for key, value in own.items()}
+    limits = {source.name: source.max_epochs for source in config.mixture.sources}
+    streamed = {name: stream for name, stream in streams.items() if isinstance(stream, DocumentStream)}
+    for name, stream in streamed.items():
+        stream.max_epochs = limits[name]
+        if stream.max_epochs and config.on_exhausted == "renormalise":
+            raise UserError(
+                f"source {name}: max_epochs={limits[name]} with on_exhausted=renormalise needs text in memory, as only "
+                "its end is known to all processes; use --on_exhausted stop, or --streaming false"
+            )
+    return MixedStream(
+        streams,
+        config.mixture.schedule(first.blocks_per_step * first.sequence_length),
+        limits,
+        renormalises=config.on_exhausted == "renormalise",
+        sequence_length=first.sequence_length,
+        blocks_per_step=first.blocks_per_step,
+        fingerprint=fingerprint,
+    )

@@ -1,0 +1,84 @@
+"""Tokens per second of the stream from token files, against tokenizing on the fly: one core, no torch.
+
+    python tests/benchmarks/token_stream.py --text texts.parquet --tokenizer gpt2
+
+Writes the tokens of the text into files of several layouts, and reads each as a document stream: local, and by range
+requests from a Hub on loopback. The median of a few rounds is taken, each of which measures all candidates in turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+os.environ |= {"RAYON_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from token_files import STATED, files
+
+from hfgpt.data.document_stream import DocumentStream
+from hfgpt.data.encoding import Encoder
+from hfgpt.data.sources import Source, open_source
+from hfgpt.data.token_tokenizer import vocabulary_of
+from hfgpt.data.tokenization import load_tokenizer
+
+LENGTH, BLOCKS = 1024, 512  # steps of 524,288 tokens, as GPT-2's
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser.add_argument("--text", default="embedded", help="file or folder; default: the embedded text")
+    parser.add_argument("--tokenizer", required=True)
+    parser.add_argument("--repeat", type=int, default=20, help="how often the text's tokens are written")
+    parser.add_argument("--layouts", default="llm.c,datatrove,megatron,column,npy")
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
+    tokenizer = load_tokenizer(options.tokenizer, lambda: (), LENGTH)
+    encoder, text = Encoder(tokenizer), open_source(options.text)
+    rows = [row for unit in text.units for row in text.read(unit) if isinstance(row, str)]
+    documents = [ids for start in range(0, len(rows), 64) for ids in encoder.tokens(rows[start : start + 64])]
+    total = sum(map(len, documents))
+    print(f"{len(documents):,} documents, {total:,} tokens, {total / len(documents):,.0f} each; x {options.repeat}")
+    with tempfile.TemporaryDirectory() as folder:
+        candidates: dict[str, Callable[[], int]] = {"tokenizing on the fly": lambda: steps(text, encoder, 2)}
+        for layout in options.layouts.split(","):
+            (path := Path(folder, layout)).mkdir()
+            for name, content in files(layout, documents * options.repeat).items():
+                (path / name).parent.mkdir(exist_ok=True)
+                (path / name).write_bytes(content)
+            source = open_source(str(path), **STATED.get(layout, {}))
+            source = source.with_vocabulary(vocabulary_of(encoder, options.tokenizer))
+            candidates[layout] = lambda source=source: steps(source, encoder, 40)
+        measure(candidates, options.rounds)
+
+
+def steps(source: Source, encoder: Encoder, count: int) -> int:
+    """Read steps of the stream as one process does that has all of it; returns their tokens."""
+    stream = DocumentStream(source.split_for_stream(), encoder, 1, LENGTH, BLOCKS, {})
+    batches = stream.steps(stream.start, 0, stream.divisible)
+    return sum(next(batches).blocks.size for _ in range(count))
+
+
+def measure(candidates: dict[str, Callable[[], int]], rounds: int) -> None:
+    rates: dict[str, list[float]] = {name: [] for name in candidates}
+    candidates["tokenizing on the fly"]()  # builds the encoder
+    for _ in range(rounds):
+        for name, run in candidates.items():
+            start = time.process_time()
+            made = run()
+            rates[name].append(made / (time.process_time() - start))
+    base = statistics.median(rates["tokenizing on the fly"])
+    for name, found in rates.items():
+        rate = statistics.median(found)
+        spread = f"{min(found) / 1e6:.2f} to {max(found) / 1e6:.2f}"
+        print(f"{name:24} {rate / 1e6:8.2f} Mtok per CPU second ({spread}), {rate / base:6.1f} x")
+
+
+if __name__ == "__main__":
+    main()
