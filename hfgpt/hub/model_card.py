@@ -86,7 +86,12 @@ def model_card(
         step=step,
         later_results=[_result_row(record) for record in later],
         loss_plot=PLOT if records else None,
-        training=[("text", text), *_training_rows(config, fingerprint, trainer, run), *_speed_rows(records)],
+        training=[
+            ("text", text),
+            *_ready_tokens(fingerprint),
+            *_training_rows(config, fingerprint, trainer, run),
+            *_speed_rows(records),
+        ],
         hyperparameters=[(key, config[key]) for key in HYPERPARAMETERS if config.get(key) is not None],
         sequence_length=config["sequence_length"],
     )
@@ -199,6 +204,11 @@ def _result_row(record: dict[str, Any]) -> tuple[str, str]:
         error = record.get(f"{key}_stderr")
         values.append(f"{name} {record[key]:.2%}" + (f" (standard error {error:.2%})" if error is not None else ""))
     return "HellaSwag", f"{_describe_source(record)}, {record['examples']:,} examples: {', '.join(values)}"
+
+
+def _ready_tokens(fingerprint: dict[str, Any]) -> list[tuple[str, str]]:
+    ready = fingerprint.get("dataset.tokens")
+    return [("tokenized", f"before the run: token ids were read ({ready})")] if ready else []
 
 
 def _training_rows(
