@@ -94,6 +94,7 @@ def model_card(
         training=[
             ("text", text),
             *_source_rows(config, fingerprint),
+            *_ready_tokens(fingerprint),
             *_training_rows(config, fingerprint, trainer, run),
             *_speed_rows(records),
         ],
@@ -240,6 +241,11 @@ def _result_row(record: dict[str, Any]) -> tuple[str, str]:
         error = record.get(f"{key}_stderr")
         values.append(f"{name} {record[key]:.2%}" + (f" (standard error {error:.2%})" if error is not None else ""))
     return "HellaSwag", f"{_describe_source(record)}, {record['examples']:,} examples: {', '.join(values)}"
+
+
+def _ready_tokens(fingerprint: dict[str, Any]) -> list[tuple[str, str]]:
+    ready = fingerprint.get("dataset.tokens")
+    return [("tokenized", f"before the run: token ids were read ({ready})")] if ready else []
 
 
 def _training_rows(
