@@ -192,6 +192,7 @@ def describe_sources(config: dict[str, Any], fingerprint: dict[str, Any]) -> lis
         shares = [f"{100 * float(Fraction(weights[number])):.3g} %" for _, weights in fingerprint.get("weights", [])]
         hub = source.settings["dataset"] if own.get("dataset.commit") else None
         text = _describe_text({"dataset": "", **source.settings}, own)
+        text += f", token ids that were ready ({ready})" if (ready := own.get("dataset.tokens")) else ""
         found.append(DescribedSource(source.name, hub, f"{', then '.join(shares)} of the tokens: {text}"))
     return found
 
