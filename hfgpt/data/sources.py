@@ -197,14 +197,22 @@ def open_source(
         fingerprint = {"dataset": dataset, "name": name, "split": split, "commit": commit}
         label = f"{dataset} ({', '.join(filter(None, [name, split]))}) {describe_commit(commit, files)}"
     options: dict[str, Any] = {"patience_seconds": patience_seconds, "skip_bad_files": skip_bad_files}
-    options |= {"text_column": tokens_column or text_column, "is_local": found is not None}
+    options |= {"text_column": text_column, "is_local": found is not None}
     if files and file_kind(files[0]) in (None, "tokens"):
         refuse_token_settings(dataset, {"tokens_column": tokens_column})
         return _open_tokens(files, label, fingerprint, tokens_dtype, {*in_split}, options)
     refuse_token_settings(dataset, {"tokens_dtype": tokens_dtype})
-    find = inspect_file if tokens_column is None else find_column_units
-    inspected = _inspect_files(files, find, tokens_column or text_column, patience_seconds, skip_bad_files)
-    if found is not None:
+    return _open_rows(files, label, fingerprint, tokens_column, options)
+
+
+def _open_rows(
+    files: list[str], label: str, fingerprint: dict[str, Any], tokens_column: str | None, options: dict[str, Any]
+) -> Source:
+    """Open files of text, or with a column of tokens."""
+    text_column, column = options["text_column"], tokens_column or options["text_column"]
+    find = find_column_units if tokens_column else inspect_file
+    inspected = _inspect_files(files, find, column, options["patience_seconds"], options["skip_bad_files"])
+    if options["is_local"]:
         fingerprint = _hash_files(list(inspected))
     size = sum(size for _, size in inspected.values())
     return Source(
@@ -214,7 +222,7 @@ def open_source(
         description=_describe_files(label, len(inspected), size, tokens_column and f"column {tokens_column}"),
         skipped_files=len(files) - len(inspected),
         tokens=TokenColumn(tokens_column) if tokens_column else None,
-        **options,
+        **{**options, "text_column": column},
     )
 
 

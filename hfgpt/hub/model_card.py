@@ -53,7 +53,7 @@ def model_card(
     records: `public_records` of the run; with them the card shows the speed, and the loss curve in PLOT. name: of the
     model, by default the run's. later: records of later evaluations of this checkpoint.
     """
-    config, model, step = trainer["config"], run.get("model"), trainer["step"]
+    config, step = trainer["config"], trainer["step"]
     text, commit = _describe_text(config, fingerprint), fingerprint.get("dataset.commit")
     base = HUB_MODEL.fullmatch(config.get("init_from") or "")
     name = name or config["run_name"] or Path(config["output_dir"]).name or "GPT-2-style model"
@@ -76,11 +76,7 @@ def model_card(
         model_name=name,
         eval_results=results or None,
     )
-    shape = ""
-    if model:
-        shape = f" with {model['n_layer']} layers, {model['n_head']} heads, width {model['n_embd']}"
-        shape += f" and {model['parameters']:,} parameters"
-    tokens = f"{trainer['num_input_tokens_seen']:,}"
+    shape, tokens = _describe_shape(run.get("model")), f"{trainer['num_input_tokens_seen']:,}"
     return _render(
         data,
         name,
@@ -101,6 +97,13 @@ def model_card(
         hyperparameters=[(key, config[key]) for key in HYPERPARAMETERS if config.get(key) is not None],
         sequence_length=config["sequence_length"],
     )
+
+
+def _describe_shape(model: dict[str, Any] | None) -> str:
+    if not model:
+        return ""
+    shape = f" with {model['n_layer']} layers, {model['n_head']} heads, width {model['n_embd']}"
+    return f"{shape} and {model['parameters']:,} parameters"
 
 
 def plain_card(name: str, parameters: int, origin: str, tokenizer: Any = None) -> str:
