@@ -72,7 +72,7 @@ class HubServer:
     gives the kind of fault that a request meets (see `Faults`) or None. `requests` lists (method, path, Range header or
     "") in the order they came, `injected` counts the faults by kind, and `bytes_sent` the bytes of files. `bodies` is
     all that was sent here. Repositories in `private` are; `uploaded` holds large files by their hash, `refs` the commit
-    of each branch and tag.
+    of each branch and tag. `before_answer(method, path, range)` is called for each request, and may wait.
     """
 
     user, role = "me", "write"
@@ -84,8 +84,10 @@ class HubServer:
         faults: Callable[[str, str, str], str | None] | None = None,
         stall_seconds: float = 30,
         retry_after: int = 1,
+        before_answer: Callable[[str, str, str], None] | None = None,
     ) -> None:
         self.token, self.faults, self.stall_seconds, self.retry_after = token, faults, stall_seconds, retry_after
+        self.before_answer = before_answer
         self.requests: list[tuple[str, str, str]] = []
         self.injected: Counter[str] = Counter()
         self.bytes_sent = 0
@@ -199,6 +201,8 @@ class _Handler(BaseHTTPRequestHandler):
             known = known or path.startswith(("/storage/", "/api/validate-yaml"))
             self.fault = self.hub.faults(*request) if self.hub.faults and known else None
             self.hub.injected.update([self.fault] if self.fault else [])
+        if self.hub.before_answer:
+            self.hub.before_answer(*request)
         body = self._body()
         self.hub.bodies.append(body)
         if self.fault == "cut":

@@ -20,7 +20,7 @@ from hfgpt.data import prepare_data
 from hfgpt.data.encoding import Encoder
 from hfgpt.data.formats.tokens import reading
 from hfgpt.data.loader import iterate
-from hfgpt.data.stream import batch_hash, join_batches
+from hfgpt.data.stream import batch_hash, hash_blocks, join_batches
 from hfgpt.data.tokenization import load_tokenizer, save_tokenizer
 
 STEPS = 40
@@ -90,7 +90,7 @@ def steps(stream, position, count, world, workers):
         for rank in ranks:
             stack.enter_context(closing(rank))
         batches = [join_batches([next(rank) for rank in ranks]) for _ in range(count)]
-    return [batch_hash(batch.blocks) for batch in batches], json.loads(json.dumps(batches[-1].position))
+    return [batch_hash(hash_blocks(batch.blocks)) for batch in batches], json.loads(json.dumps(batches[-1].position))
 
 
 @pytest.mark.parametrize(("world", "workers"), TOPOLOGIES)

@@ -17,7 +17,7 @@ from hfgpt.data.loader import iterate
 from hfgpt.data.mixture import MixedStream
 from hfgpt.data.run_text import prepare_data_of_run
 from hfgpt.data.sources import text_hash
-from hfgpt.data.stream import Origin, StepBatch, Stream, batch_hash
+from hfgpt.data.stream import Origin, StepBatch, Stream, UnitNumber, is_hash_of
 from hfgpt.data.units import Unusable
 from hfgpt.errors import UserError
 from hfgpt.files import read_text_file
@@ -52,7 +52,7 @@ def audit(folder: str | Path) -> dict[str, Any]:
         _follow_changes(data.train, run)
     before = data.train.start
     for line, batch in zip(ledger, iterate(data.train, None), strict=False):
-        if batch_hash(batch.blocks) != line["batch_hash"] or batch.position != line["position"]:
+        if not is_hash_of(str(line["batch_hash"]), batch.blocks) or batch.position != line["position"]:
             problems.append(f"step {line['step']} was not trained on the next text in the stream")
             break
         if isinstance(data.train, MixedStream):
@@ -153,7 +153,7 @@ class _SeenDocuments:
     def __init__(self, stream: DocumentStream, name: str, number: int | None) -> None:
         self._source, self._streams, self._name, self._number = stream.source, stream.streams, name, number
         self._last: dict[int, Origin] = {}  # by logical stream
-        self._rows: dict[tuple[int, int], array[int]] = {}  # by epoch and unit
+        self._rows: dict[tuple[int, UnitNumber], array[int]] = {}  # by epoch and unit
 
     @property
     def count(self) -> int:
@@ -182,13 +182,13 @@ class _SeenDocuments:
         for (epoch, unit), seen in self._rows.items():
             by_unit[unit].append((epoch, seen))
         for unit in sorted(by_unit):
-            rows = everything.read(source.units[unit])
+            rows = everything.read(source.unit(unit))
             documents = {i: row for i, row in enumerate(rows) if not isinstance(row, Unusable)}
             held_out = {i for i, row in documents.items() if text_hash(row) in source.exclude}
             usable = documents.keys() - held_out
             for epoch, seen in by_unit[unit]:
                 of_source = f"source {self._name}, " if self._name else ""
-                where = f"{of_source}unit {unit} ({source.units[unit].file}) in epoch {epoch}"
+                where = f"{of_source}unit {unit} ({source.unit(unit).file}) in epoch {epoch}"
                 repeated[where] += len(seen) - len(set(seen))
                 leaked[where] += len(held_out.intersection(seen))
                 if epoch < self.epochs_completed:

@@ -13,6 +13,7 @@ import pandas as pd
 from hfgpt.comparing import statistics
 from hfgpt.comparing.runs import PastRun, number
 from hfgpt.comparing.verdict import explain
+from hfgpt.data.stream import is_of_blocks
 
 AXES = {"steps": "step", "tokens": "num_input_tokens_seen", "FLOPs": "flops", "wall time": "wall_seconds"}
 # How far two runs of the same computation may differ by rounding, relative to the value: the limit in 32 bits, in 16
@@ -56,14 +57,16 @@ def same_tokens(a: PastRun, b: PastRun) -> dict[str, Any]:
         why = f"steps of {a.tokens_per_step:,} and {b.tokens_per_step:,} tokens have no hash in common"
     elif missing := [run.name for run in (a, b) if not run.hashes]:
         why = f"{missing[0]} has no ledger"
-    elif common := sorted(a.hashes.keys() & b.hashes.keys()):
+    elif not (shared := sorted(a.hashes.keys() & b.hashes.keys())):
+        why = "the ledgers have no step in common"
+    elif common := [step for step in shared if is_of_blocks(a.hashes[step]) == is_of_blocks(b.hashes[step])]:
         if different := [step for step in common if a.hashes[step] != b.hashes[step]]:
             return {"equal": False, "step": different[0], "text": f"differ from step {different[0]} on"}
         last = common[-1]
         gaps = f", of which both ledgers have {len(common)}" if len(common) < last else ""
         return {"equal": True, "step": last, "text": f"equal up to step {last}{gaps}, the last that both have"}
     else:
-        why = "the ledgers have no step in common"
+        why = "one of the runs was made by an earlier version, which hashed the text in another way"
     return {"equal": None, "step": None, "text": f"not known: {why}"}
 
 

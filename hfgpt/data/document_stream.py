@@ -17,35 +17,47 @@ from hfgpt.data.encoding import Encoder
 from hfgpt.data.formats import format_of
 from hfgpt.data.permutation import hashes, permutation
 from hfgpt.data.sources import Source
-from hfgpt.data.stream import SHOWN_TOKENS, Decode, Origin, StepBatch, divisors, join_batches
+from hfgpt.data.stream import SHOWN_TOKENS, Decode, Origin, StepBatch, UnitNumber, divisors, join_batches
+from hfgpt.data.threads import start_together
 from hfgpt.data.units import IN_MEMORY_BYTES, Row, Unit, Unusable
 from hfgpt.errors import TextEnded, UserError
 
 MAX_STREAMS = 96
 PARTS_PER_STREAM = 8
 CACHED_UNITS = 4
+# Files whose units are kept while several logical streams read them.
+CACHED_FILES = 16
 ENCODED_TOGETHER = 8
 # If the parts of a stream happen to contain no document in one epoch, it gets other parts in the next.
 MAX_EMPTY_EPOCHS = 8
 
 
 class StreamedDocument(NamedTuple):
-    """Tokens of a document, its place [epoch, part, row], and its origin (epoch, unit, row).
+    """Tokens of a document, its place [epoch, part, row] (see `DocumentStream`), and its origin (epoch, unit, row).
 
     `skipped`: rows before it, and what the tokenizer does not represent of it.
     """
 
     place: list[int]
-    origin: tuple[int, int, int]
+    origin: tuple[int, UnitNumber, int]
     ids: np.ndarray
     skipped: Counter[str] | None
+
+
+class _Section(NamedTuple):
+    """Part `k` of `n` of a unit's rows."""
+
+    unit: Unit
+    number: UnitNumber
+    k: int
+    n: int
 
 
 class _Text(NamedTuple):
     """A document before it is encoded."""
 
     place: list[int]
-    origin: tuple[int, int, int]
+    origin: tuple[int, UnitNumber, int]
     text: Row
     skipped: Counter[str] | None
 
@@ -60,6 +72,9 @@ class DocumentStream:
     this depends only on seed, epoch and place, so no random state is stored. Position: `{"streams": [[epoch, part, row,
     token], ...]}`, for each stream the first token of its next block. Raises UserError if there are fewer rows than
     streams. A stream that needs more than `max_epochs` raises TextEnded.
+
+    Of a source with `by_file`, files are permuted (and split into parts), and the units of each part when the file is
+    opened. The position then has [epoch, part, section, row, token], where a section is a unit or a part of one.
     """
 
     source: Source
@@ -77,7 +92,8 @@ class DocumentStream:
         self._parts = self._split_units()
 
     def start_of_epoch(self, epoch: int) -> dict[str, Any]:
-        return {"streams": [[epoch, 0, 0, 0] for _ in range(self.streams)]}
+        zeros = [0] * (4 if self.source.by_file else 3)
+        return {"streams": [[epoch, *zeros] for _ in range(self.streams)]}
 
     def steps(self, position: dict[str, Any], first: int, last: int) -> Iterator[StepBatch]:
         if (saved_streams := len(position["streams"])) != self.streams:
@@ -85,8 +101,24 @@ class DocumentStream:
                 f"resume_from_checkpoint: position of {saved_streams} streams, but there are {self.streams}"
             )
         counts = repeat(self.blocks_per_step // self.streams)
-        streams = [self.pack(i, position["streams"][i], counts) for i in range(first, last)]
+        streams = self.start_reading(
+            [self.pack(i, position["streams"][i], counts) for i in range(first, last)], position["streams"], first
+        )
         return map(join_batches, zip(*streams))  # noqa: B905 all of them are endless
+
+    def start_reading(
+        self, packs: Sequence[Iterator[StepBatch]], cursors: Sequence[list[int]], first: int
+    ) -> Sequence[Iterator[StepBatch]]:
+        """Have logical streams from the `first` on read the text of their first step together if it is remote."""
+        if self.source.is_local or len(packs) < 2:
+            return packs
+        orders: dict[int, np.ndarray] = {}  # by epoch
+        units = []
+        for stream, (epoch, part, *_) in enumerate(cursors[first : first + len(packs)], start=first):
+            if epoch not in orders:
+                orders[epoch] = self._shuffle_parts(epoch)
+            units.append(int(orders[epoch][stream :: self.streams][part : part + 1, 0].sum()))
+        return start_together(packs, units)
 
     def pack(self, stream: int, cursor: list[int], counts: Iterable[int]) -> Iterator[StepBatch]:
         """Yield one logical stream's blocks of each step, `counts` of them, packed from its documents end to end."""
@@ -114,34 +146,50 @@ class DocumentStream:
 
     def documents(self, stream: int, cursor: list[int]) -> Iterator[StreamedDocument]:
         """Yield the documents of one logical stream endlessly, starting with the one at `cursor`."""
-        epoch, first_part, first_row, token = cursor
+        epoch, first_part, *sections_before, first_row, _ = cursor
+        first_section = sum(sections_before)
         # What the tokenizer does not represent of the document at the cursor was counted before the resume.
-        counted = cursor[:3] if first_part + first_row + token > 0 else None
-        is_found, skipped, empty_epochs = first_part + first_row > 0, Counter[str](), 0
+        counted = cursor[:-1] if any(cursor[1:]) else None
+        is_found, skipped, empty_epochs = any(cursor[1:-1]), Counter[str](), 0
         while True:
             if self.max_epochs is not None and epoch >= self.max_epochs:
                 raise TextEnded(f"it has had its max_epochs={self.max_epochs}")
             parts = self._shuffle_parts(epoch)[stream :: self.streams].copy()
             for part in range(first_part, len(parts)):
-                texts = self._read_part(stream, [epoch, part], parts[part], first_row, skipped)
-                for document in self._encode(texts, counted):
-                    is_found |= len(document.ids) > 0
-                    yield document
-                first_row = 0
+                sections = self._sections(epoch, parts[part])
+                for number in range(first_section, len(sections)):
+                    place = [epoch, part, number] if self.source.by_file else [epoch, part]
+                    texts = self._read_section(stream, place, sections[number], first_row, skipped)
+                    for document in self._encode(texts, counted):
+                        is_found |= len(document.ids) > 0
+                        yield document
+                    first_row = 0
+                first_section = 0
             empty_epochs = 0 if is_found else empty_epochs + 1
             if empty_epochs == MAX_EMPTY_EPOCHS:
                 raise self._too_few(f"stream {stream} found none ({dict(skipped)} skipped)", skipped)
             epoch, first_part, is_found = epoch + 1, 0, False
 
-    def _read_part(
-        self, stream: int, epoch_and_part: list[int], unit_part: np.ndarray, first_row: int, skipped: Counter[str]
+    def _sections(self, epoch: int, unit_part: np.ndarray) -> list[_Section]:
+        """Return what a part reads one after the other: itself, or with `by_file` its share of the file's units."""
+        number, k, n = unit_part.tolist()
+        if not self.source.by_file:
+            return [_Section(self.source.units[number], number, k, n)]
+        units = _units_of(self.source, self.source.units[number])
+        split = math.ceil(n / max(len(units), 1))
+        sections = [_Section(unit, (number, i), part, split) for i, unit in enumerate(units) for part in range(split)]
+        own = sections[len(sections) * k // n : len(sections) * (k + 1) // n]
+        return [own[i] for i in permutation(len(own), self.seed, epoch, 5, number, k)]
+
+    def _read_section(
+        self, stream: int, place: list[int], section: _Section, first_row: int, skipped: Counter[str]
     ) -> list[_Text]:
-        """Return the shuffled texts of a part, from `first_row` on. `skipped` counts the rows before the next text."""
-        unit, k, n = unit_part.tolist()
-        rows = _read(self.source, self.source.units[unit])
+        """Return its shuffled texts, from `first_row` on. `skipped` counts the rows before the next text."""
+        unit, unit_number, k, n = section
+        rows = _read(self.source, unit)
         start, stop = len(rows) * k // n, len(rows) * (k + 1) // n
-        epoch, part = epoch_and_part
-        order = (start + permutation(stop - start, self.seed, epoch, 2, stream, part)).tolist()
+        epoch, *within = place
+        order = (start + permutation(stop - start, self.seed, epoch, 2, stream, *within)).tolist()
         texts = []
         for number in range(first_row, len(order)):
             text = rows[order[number]]
@@ -149,7 +197,7 @@ class DocumentStream:
                 skipped[text.reason] += 1
             else:
                 skipped_before = Counter(skipped) if skipped else None
-                texts.append(_Text([epoch, part, number], (epoch, unit, order[number]), text, skipped_before))
+                texts.append(_Text([*place, number], (epoch, unit_number, order[number]), text, skipped_before))
                 skipped.clear()
         return texts
 
@@ -176,9 +224,10 @@ class DocumentStream:
         wanted = math.ceil(PARTS_PER_STREAM * self.streams / max(len(self.source.units), 1))
         counts = []
         for unit in self.source.units:
-            rows = unit.rows
+            rows = None if self.source.by_file else unit.rows
             if rows is None:  # a large source is sure to have enough rows
-                rows = len(_read(self.source, unit)) if self.source.size_bytes <= IN_MEMORY_BYTES else wanted
+                is_small = self.source.size_bytes <= IN_MEMORY_BYTES and not self.source.by_file
+                rows = len(_read(self.source, unit)) if is_small else wanted
             counts.append(min(rows, wanted))
         if sum(counts) < self.streams:
             raise self._too_few(f"there are {sum(counts)}", Counter())
@@ -192,7 +241,7 @@ class DocumentStream:
         return UserError(f"dataset: {need}: {found}; {fix}")
 
     def locate_rows(self, decode: Decode, batch: StepBatch, rows: Sequence[int]) -> list[dict[str, Any]]:
-        each = len(batch.blocks) // self.streams
+        each = len(batch.blocks) // len(batch.documents)  # a process has only some of the logical streams
         return [
             found
             for number, origins in enumerate(batch.documents)
@@ -211,11 +260,16 @@ class DocumentStream:
         for (epoch, unit, row, start), stop in zip(origins, stops, strict=True):
             if rows.isdisjoint(range(max(start, 0) // length, -(-stop // length))):
                 continue
-            file, place, *_ = self.source.units[unit]
+            file, place, *_ = self.source.unit(unit)
             part = {format_of(file).UNIT_START: place, "row": row}
             text = decode(run[max(start, 0) : min(stop, max(start, 0) + SHOWN_TOKENS)])
             located.append({"file": file, **part, "epoch": epoch, "text": text, "goes_on": start < 0})
         return located
+
+
+@functools.lru_cache(CACHED_FILES)
+def _units_of(source: Source, unit: Unit) -> list[Unit]:
+    return source.units_of(unit)
 
 
 @functools.lru_cache(CACHED_UNITS)

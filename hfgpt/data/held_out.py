@@ -7,7 +7,7 @@ import glob
 import os
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, NamedTuple
@@ -16,18 +16,21 @@ import numpy as np
 
 from hfgpt.config import PretrainConfig
 from hfgpt.data import embedded
+from hfgpt.data.file_hashes import is_earlier_hash
 from hfgpt.data.formats import format_of
 from hfgpt.data.formats.given import find_given
 from hfgpt.data.formats.tokens.column import has_token_columns
 from hfgpt.data.kinds import file_kind
 from hfgpt.data.local_files import local_files, no_such_file
 from hfgpt.data.saved_datasets import saved_splits
-from hfgpt.data.sources import Source, open_source, read_documents, text_hash
+from hfgpt.data.sources import NOT_EARLIER, Earlier, Source, open_source, read_documents, text_hash
 from hfgpt.data.units import IN_MEMORY_BYTES, Row, Unit, Unusable
 from hfgpt.errors import UserError
 
 # Largest number of characters, or tokens, held out of a large streamed text.
 MAX_HELD_OUT_CHARACTERS = 8 * 2**20
+# Of many files, at most the last ones of their units are held out; each is a request or two before the first step.
+MAX_HELD_OUT_UNITS = 16
 # Runs of an earlier version held out whole documents: the last ones, with a tenth of the characters in total.
 WHOLE_DOCUMENTS = "last tenth"
 
@@ -82,7 +85,8 @@ def hold_out(
     if config.eval_dataset is not None:
         # A document has at least one token, so these are enough documents.
         enough = None if config.eval_tokens is None else config.eval_tokens + 1
-        eval_source, skipped = _open_eval_source(config.eval_dataset, source, config), Counter[str]()
+        earlier, skipped = Earlier(hashes=saved_rule is not None and is_earlier_hash(saved_rule)), Counter[str]()
+        eval_source = _open_eval_source(config.eval_dataset, source, config, earlier)
         eval_source = readable(eval_source, f"eval_dataset={config.eval_dataset}")
         validation = list(islice(read_documents(eval_source, eval_source.units, skipped), enough))
         rule = f"eval_dataset {eval_source.fingerprint.get('hash', config.eval_dataset)}"
@@ -135,7 +139,9 @@ def source_options(config: PretrainConfig) -> dict[str, Any]:
     }
 
 
-def _open_eval_source(eval_dataset: str, source: Source, config: PretrainConfig) -> Source:
+def _open_eval_source(
+    eval_dataset: str, source: Source, config: PretrainConfig, as_earlier: Earlier = NOT_EARLIER
+) -> Source:
     """Open the evaluation text: local files, the embedded text, or another split of the training text's Hub dataset."""
     options = source_options(config)
     if find_given(eval_dataset) is not None:
@@ -158,7 +164,7 @@ def _open_eval_source(eval_dataset: str, source: Source, config: PretrainConfig)
                 options["tokens_column"] = None
             if not any(file_kind(file) in (None, "tokens") for file in files[0]):
                 options["tokens_dtype"] = None
-        return open_source(eval_dataset, **options)
+        return open_source(eval_dataset, **options, as_earlier=as_earlier)
     except UserError as error:
         raise UserError(re.sub("^dataset(_split)?", "eval_dataset", str(error))) from error
 
@@ -200,30 +206,44 @@ def _hold_out_in_memory(source: Source, documents: list[Row], saved_rule: str | 
     return HeldOut(validation, rule, origin, source.units, training, split_document)
 
 
+class _Place(NamedTuple):
+    """A unit that is read, by its number; with `by_file` by those of the file, and of the unit in it."""
+
+    unit: int
+    of_file: int = 0
+
+
 class _Border(NamedTuple):
     """Where the held-out end of a stream begins; `share`: its part of the text, in words."""
 
-    unit: int
+    place: _Place
     row: int
     character: int = 0
     share: str = ""
-    unit_of_length: str = "character"
 
-    def rule(self) -> str:
-        character = f", {self.unit_of_length} {self.character}" if self.character else ""
-        return f"held out: unit {self.unit} from row {self.row}{character} on"
+    def rule(self, source: Source) -> str:
+        unit, of_file = self.place
+        where = f"file {unit}, unit {of_file}" if source.by_file else f"unit {unit}"
+        character = f", {_unit(source)[:-1]} {self.character}" if self.character else ""
+        return f"held out: {where} from row {self.row}{character} on"
+
+    def units_before(self, source: Source) -> list[Unit]:
+        """Return the units for training. That of the border is split between training and validation."""
+        unit, of_file = self.place
+        rows, characters = self.row + bool(self.character), self.character or None
+        head = source.units[unit]._replace(rows=rows, characters=characters)
+        if source.by_file:
+            head = source.units[unit]._replace(stop=of_file) if not rows else head._replace(stop=of_file + 1)
+        return source.units[:unit] + ([head] if rows or of_file else [])
 
 
 def _hold_out_of_stream(source: Source) -> HeldOut:
     read = functools.cache(source.read)
-    border = _find_border(source, read)
-    # The unit of the border is split between training and validation.
-    rows = border.row + bool(border.character)
-    head = source.units[border.unit]._replace(rows=rows, characters=border.character or None)
-    units = source.units[: border.unit] + ([head] if rows else [])
-    held_out = HeldOut([], border.rule(), border.rule() + border.share, units, [])
-    for number, unit in enumerate(source.units[border.unit :]):
-        for row in read(unit)[0 if number else border.row :]:
+    border, units = _find_border(source, read)
+    rule = border.rule(source)
+    held_out = HeldOut([], rule, rule + border.share, border.units_before(source), [])
+    for place in sorted(place for place in units if place >= border.place):
+        for row in read(units[place])[border.row if place == border.place else 0 :]:
             if isinstance(row, Unusable):
                 held_out.skipped[row.reason] += 1
             else:
@@ -234,35 +254,51 @@ def _hold_out_of_stream(source: Source) -> HeldOut:
     return held_out
 
 
-def _find_border(source: Source, read: Callable[[Unit], Rows]) -> _Border:
-    """Find where the last tenth of the characters begins.
+def _from_the_end(source: Source) -> Iterator[tuple[_Place, Unit, int]]:
+    """Yield the units that are read, from the last to the first, and their parts of the sum of all `size_bytes`."""
+    for number in reversed(range(len(source.units))):
+        whole = source.units[number]
+        units = source.units_of(whole)
+        total = sum(unit.size_bytes for unit in units) or 1
+        for of_file in reversed(range(len(units))):
+            size = whole.size_bytes * units[of_file].size_bytes // total  # the whole, if it is the unit itself
+            yield _Place(number, of_file), units[of_file], size
+
+
+def _find_border(source: Source, read: Callable[[Unit], Rows]) -> tuple[_Border, dict[_Place, Unit]]:
+    """Find where the last tenth of the characters begins. Also returns the units that were read.
 
     Of a remote source, or one above 16 MiB, only the end is read; it also gives the ratio of characters to bytes.
     """
-    lengths: dict[int, list[int]] = {}  # characters of the rows of the units that were read
+    units: dict[_Place, Unit] = {}
+    lengths: dict[_Place, list[int]] = {}  # characters of the rows of the units that were read
     is_small = source.is_local and source.size_bytes <= IN_MEMORY_BYTES
     total_bytes = sum(unit.size_bytes for unit in source.units)
-    read_bytes, characters, wanted, total = 0, 0, 0, 0
+    read_bytes, characters, wanted, total, is_whole = 0, 0, 0, 0, True
     skipped = Counter[str]()
-    for i in reversed(range(len(source.units))):
-        rows = read(source.units[i])
-        lengths[i] = [0 if isinstance(row, Unusable) else len(row) for row in rows]
+    for place, unit, size in _from_the_end(source):
+        rows = read(unit)
+        units[place] = unit
+        lengths[place] = [0 if isinstance(row, Unusable) else len(row) for row in rows]
         skipped.update(row.reason for row in rows if isinstance(row, Unusable))
-        read_bytes += source.units[i].size_bytes
-        characters += sum(lengths[i])
-        total = characters if i == 0 else characters * total_bytes // max(read_bytes, 1)
+        read_bytes += size
+        characters += sum(lengths[place])
+        total = characters if place == (0, 0) else characters * total_bytes // max(read_bytes, 1)
         wanted = total - int(0.9 * total)
         if not is_small:
             wanted = min(wanted, MAX_HELD_OUT_CHARACTERS)
+            if source.by_file and len(units) >= MAX_HELD_OUT_UNITS:
+                wanted = min(wanted, characters)
             if 0 < wanted <= characters:
+                is_whole = place == (0, 0)
                 break
     if not characters:
         raise no_documents(f"dataset={source.description}", skipped)
-    share = f" ({'about ' * (len(lengths) < len(source.units))}{_percent(wanted, total)} of the {_unit(source)})"
-    for i, of_unit in lengths.items():
+    share = f" ({'' if is_whole else 'about '}{_percent(wanted, total)} of the {_unit(source)})"
+    for place, of_unit in lengths.items():
         for row in reversed(range(len(of_unit))):
             if of_unit[row] >= wanted:
-                return _Border(i, row, of_unit[row] - wanted, share, _unit(source)[:-1])
+                return _Border(place, row, of_unit[row] - wanted, share), units
             wanted -= of_unit[row]
     raise AssertionError("the text has fewer characters than were counted")
 

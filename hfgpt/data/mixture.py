@@ -209,7 +209,7 @@ class MixedStream:
 
     def locate_rows(self, decode: Decode, batch: StepBatch, rows: Sequence[int]) -> list[dict[str, Any]]:
         assert batch.sources is not None  # noqa: S101
-        located, each = [], len(batch.blocks) // self.divisible
+        located, each = [], len(batch.blocks) // len(batch.documents)
         for part in sorted({row // each for row in rows}):
             of_part = batch.sources[part * each : (part + 1) * each]
             for number in np.unique(of_part).tolist():

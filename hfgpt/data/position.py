@@ -49,7 +49,8 @@ def resumed_position(
         )
     places, own = position.get("sources", {"": position}), getattr(stream, "sources", {"": stream})
     has_same_form = places.keys() == own.keys() and all(
-        len(place.get("streams", [])) == own[name].streams for name, place in places.items()
+        [*map(len, place.get("streams", []))] == [*map(len, own[name].start.get("streams", []))]
+        for name, place in places.items()
     )
     if not changed and not has_same_form:
         raise UserError("resume_from_checkpoint: the position does not fit this text; use another checkpoint")
@@ -57,6 +58,14 @@ def resumed_position(
         return position, words
     epoch = max(cursor[0] for place in places.values() for cursor in place.get("streams") or [[place.get("epoch")]])
     return stream.start_of_epoch(epoch + 1), words
+
+
+def of_source(fingerprint: dict[str, Any] | None, name: str) -> dict[str, Any] | None:
+    """Return the part of a mixture's fingerprint that is that of a source, None if it has none."""
+    prefix = f"{name}{SOURCE}"
+    return {
+        key.removeprefix(prefix): value for key, value in (fingerprint or {}).items() if key.startswith(prefix)
+    } or None
 
 
 def _describe_change(key: str, then: Any, now: Any) -> str:
@@ -69,7 +78,7 @@ def _describe_change(key: str, then: Any, now: Any) -> str:
 
 
 def _is_position(position: dict[str, Any]) -> bool:
-    """Return whether this has the form of a stream's position: a place in an epoch, or four numbers per stream.
+    """Return whether this has the form of a stream's position: a place in an epoch, or numbers for each stream.
 
     Of a mixture: counters, and such a position for each source.
     """
@@ -90,6 +99,7 @@ def _is_position(position: dict[str, Any]) -> bool:
     if not isinstance(cursors, list) or not all(isinstance(cursor, list) for cursor in cursors):
         return False
     numbers = [number for cursor in cursors for number in cursor]
-    return {len(cursor) for cursor in cursors} == {2 if in_memory else 4} and all(
+    lengths = {len(cursor) for cursor in cursors}
+    return (lengths == {2} if in_memory else lengths in ({4}, {5})) and all(
         isinstance(number, int) and number >= 0 for number in numbers
     )

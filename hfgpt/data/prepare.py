@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import chain
@@ -24,7 +24,7 @@ from hfgpt.data.memory_blocks import MemoryBlocks
 from hfgpt.data.mixture import MixedStream
 from hfgpt.data.permutation import permutation
 from hfgpt.data.run_tokenizer import RunTokenizer
-from hfgpt.data.sources import Source, open_source, read_documents, text_hash
+from hfgpt.data.sources import Earlier, Source, open_source, read_documents, read_shuffled, text_hash
 from hfgpt.data.units import IN_MEMORY_BYTES, Row
 from hfgpt.errors import UserError
 from hfgpt.messages.formats import counted
@@ -92,7 +92,9 @@ def exclude_evaluated(texts: Sequence[OpenText], evaluated: Iterable[HeldOut], t
         text.exclude(hashes | copies[text.source.has_tokens])
 
 
-def open_text(config: PretrainConfig, source: Source, tokenizer: RunTokenizer, saved_rule: str | None) -> OpenText:
+def open_text(
+    config: PretrainConfig, source: Source, tokenizer: RunTokenizer, saved: dict[str, Any] | None
+) -> OpenText:
     """Decide whether the text of an opened source is held in memory, and hold out validation text."""
     source = tokenizer.readable(source, f"dataset={config.dataset}")
     in_memory = _fits_memory(source) if config.streaming == "auto" else not config.streaming
@@ -103,7 +105,7 @@ def open_text(config: PretrainConfig, source: Source, tokenizer: RunTokenizer, s
     skipped = +Counter(bad_file=source.skipped_files)
     documents = _read_all(config, source, skipped) if in_memory else None
     with SlowWork("reading the held-out text"):
-        held_out = hold_out(config, source, documents, saved_rule, tokenizer.readable)
+        held_out = hold_out(config, source, documents, (saved or {}).get("held_out"), tokenizer.readable)
     skipped.update({f"eval_{reason}": count for reason, count in held_out.skipped.items()})
     training = dataclasses.replace(source, units=held_out.units)
     return OpenText(config, source, documents, held_out, training, skipped)
@@ -116,25 +118,26 @@ def build_stream(text: OpenText, encoder: Encoder, blocks_per_step: int) -> tupl
         return _memory_blocks(encoder, text.held_out.documents, fingerprint, text.skipped)
     fingerprint["stream"] = "documents"
     train = DocumentStream(text.training, encoder, **_shape(fingerprint), fingerprint=fingerprint)
-    return train, f"document stream: {len(text.source.units):,} units over {train.streams} streams"
+    units = counted(len(text.source.units), "file" if text.source.by_file else "unit")
+    return train, f"document stream: {units} over {train.streams} streams"
 
 
 def prepare_data(
     config: PretrainConfig,
     blocks_per_step: int,
     tokenizer: PreTrainedTokenizerFast | None = None,
-    saved_rule: str | None = None,
+    saved: dict[str, Any] | None = None,
 ) -> TextData:
     """Open the text, hold out validation text, load or train the tokenizer (unless given), and build the stream.
 
     `streaming`: True for a document stream, False for blocks in memory, "auto" for memory if local or embedded text has
     at most 16 MiB. Without `eval_dataset`, the last tenth of the text is held out. Training never sees a validation
-    document, nor an exact copy of one. `saved_rule`: the hold-out rule of a run being resumed. Raises UserError for
-    text that is missing or unusable. Writes nothing.
+    document, nor an exact copy of one. `saved`: the fingerprint of a run being resumed, whose text is opened
+    by the same rules. Raises UserError for text that is missing or unusable. Writes nothing.
     """
-    source = open_training_source(config)
+    source = open_training_source(config, saved)
     of_run = RunTokenizer(config, {"": source}, tokenizer)
-    text = open_text(config := of_run.config, source, of_run, saved_rule)
+    text = open_text(config := of_run.config, source, of_run, saved)
     exclude_evaluated([text], [text.held_out], of_run)
     tokenizer, encoder = of_run.load(documents_for_tokenizer(config, [text])), of_run.encoder
     train, how = build_stream(text, encoder, blocks_per_step)
@@ -159,7 +162,7 @@ def prepare_data(
     )
 
 
-def open_training_source(config: PretrainConfig) -> Source:
+def open_training_source(config: PretrainConfig, saved: dict[str, Any] | None) -> Source:
     assert isinstance(config.dataset, str)  # noqa: S101 the settings of one text
     dataset = Path(config.dataset)
     if dataset.is_dir() and Path(config.output_dir).resolve().is_relative_to(dataset.resolve()):
@@ -167,7 +170,7 @@ def open_training_source(config: PretrainConfig) -> Source:
             f"output_dir={config.output_dir}: is inside dataset={config.dataset}, all of whose files are training text"
         )
     hub = config.dataset_name, config.dataset_split, config.dataset_revision
-    return open_source(config.dataset, *hub, **source_options(config))
+    return open_source(config.dataset, *hub, **source_options(config), as_earlier=Earlier.of(saved))
 
 
 def _fits_memory(source: Source) -> bool:
@@ -193,13 +196,13 @@ def _documents_for_tokenizer(text: OpenText, whole: bool) -> Iterable[Row]:
     if text.documents is not None:
         return text.documents if whole else text.held_out.documents
     # Units in random order, so that the first ones are a representative sample.
-    return _shuffled_documents(text.source if whole else text.training, text.config.seed)
+    return read_shuffled(text.source if whole else text.training, text.config.seed)
 
 
 def shuffled_documents(text: OpenText) -> Iterable[Row]:
     """Return the training documents in a fixed random order."""
     if text.documents is None:
-        return _shuffled_documents(text.training, text.config.seed)
+        return read_shuffled(text.training, text.config.seed)
     kept = text.held_out.documents
     return (kept[i] for i in permutation(len(kept), text.config.seed))
 
@@ -279,8 +282,3 @@ def _encode(encoder: Encoder, texts: list[Row]) -> list[Document]:
 
 def _losses(documents: list[Document]) -> Counter[str]:
     return sum((document.lost for document in documents if document.lost), Counter[str]())
-
-
-def _shuffled_documents(source: Source, seed: int) -> Iterator[Row]:
-    """Yield the documents of the units, in a fixed random order."""
-    return read_documents(source, [source.units[i] for i in permutation(len(source.units), seed)], Counter())

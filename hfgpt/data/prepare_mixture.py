@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from itertools import chain
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import xxhash
@@ -20,7 +20,7 @@ from hfgpt.data.held_out import HeldOut, open_evaluation_text
 from hfgpt.data.local_files import local_files
 from hfgpt.data.memory_blocks import MemoryBlocks
 from hfgpt.data.mixture import MixedStream
-from hfgpt.data.position import SOURCE
+from hfgpt.data.position import SOURCE, of_source
 from hfgpt.data.prepare import OpenText, TextData
 from hfgpt.data.run_tokenizer import RunTokenizer
 from hfgpt.errors import UserError
@@ -37,23 +37,23 @@ def prepare_data(
     config: PretrainConfig,
     blocks_per_step: int,
     tokenizer: PreTrainedTokenizerFast | None = None,
-    saved_rule: str | dict[str, str] | None = None,
+    saved: dict[str, Any] | None = None,
 ) -> TextData:
     """Open the text of a run as `prepare.prepare_data` does, or all texts of a mixture.
 
     The last tenth of each source is held out, and evaluated under its name, unless there is an `eval_dataset`. Training
-    sees no document of any validation text. `saved_rule`: the hold-out rule of a run being resumed; of a mixture, by
-    source.
+    sees no document of any validation text. `saved`: the fingerprint of a run being resumed.
     """
     if config.mixture is None and not config.evaluation_texts:
-        return prepare.prepare_data(
-            config, blocks_per_step, tokenizer, saved_rule if isinstance(saved_rule, str) else None
-        )
-    rules = saved_rule if isinstance(saved_rule, dict) else {}
-    sources = _of_each(config, lambda name, own: prepare.open_training_source(own))
+        return prepare.prepare_data(config, blocks_per_step, tokenizer, saved)
+
+    def saved_of(name: str) -> dict[str, Any] | None:
+        return saved if config.mixture is None else of_source(saved, name)
+
+    sources = _of_each(config, lambda name, own: prepare.open_training_source(own, saved_of(name)))
     of_run = RunTokenizer(config, sources, tokenizer)
     config = of_run.config
-    opened = _of_each(config, lambda name, own: prepare.open_text(own, sources[name], of_run, rules.get(name)))
+    opened = _of_each(config, lambda name, own: prepare.open_text(own, sources[name], of_run, saved_of(name)))
     texts, evaluated = list(opened.values()), _evaluation_texts(config, opened, of_run)
     prepare.exclude_evaluated(texts, evaluated.values(), of_run)
     tokenizer, encoder = of_run.load(prepare.documents_for_tokenizer(config, texts)), of_run.encoder

@@ -188,6 +188,19 @@ def _find_splits(dataset: str, name: str | None, revision: str | None) -> tuple[
     return load_dataset_builder(dataset, name, revision=commit).config.data_files or {}, commit
 
 
+def listed_sizes(files: list[str]) -> list[int]:
+    """Return the sizes of files from `hub_files`, by the listings of their folders, of which most are already known."""
+    from fsspec.core import url_to_fs  # type: ignore[import-untyped]
+
+    if "://" not in files[0]:
+        return [Path(file).stat().st_size for file in files]
+    filesystem = url_to_fs(files[0])[0]
+    paths = [file.partition("://")[2] for file in files]
+    folders = dict.fromkeys(path.rpartition("/")[0] for path in paths)
+    sizes = {entry["name"]: entry["size"] for folder in folders for entry in filesystem.ls(folder)}
+    return [sizes[path] for path in paths]
+
+
 def _token_splits(dataset: str, name: str | None, commit: str, files: list[str]) -> dict[str, list[str]]:
     """Return the token files of a repository (or of its folder `name`) by split; empty if it has other data files.
 

@@ -31,9 +31,7 @@ def prepare_data_of_run(
     `folder`.
     """
     commit, tokenizer = fingerprint.get("dataset.commit"), None
-    held_out: Any = fingerprint.get("held_out")
     if isinstance(config.dataset, list):
-        held_out = {name: fingerprint.get(f"{name}{SOURCE}held_out") for name in _names(config)}
         pinned = _pin_sources(config, saved_config, fingerprint)
     else:
         pinned = config
@@ -56,18 +54,14 @@ def prepare_data_of_run(
                 f"{folder}: its tokenizer cannot be read ({message(error)}); use another checkpoint"
             ) from error
     try:
-        return prepare_data(pinned, blocks_per_step, tokenizer, held_out)
+        return prepare_data(pinned, blocks_per_step, tokenizer, fingerprint)
     except UserError as error:
         if pinned is config or "dataset_revision=" not in str(error):
             raise
         if not config.accept_changed_text:
             fix = "the run began with this commit; --accept_changed_text true continues with the newest one"
             raise UserError(f"{error}; {fix}") from error
-        return prepare_data(config, blocks_per_step, tokenizer, held_out)
-
-
-def _names(config: PretrainConfig) -> list[str]:
-    return [source.name for source in config.mixture.sources] if config.mixture else []
+        return prepare_data(config, blocks_per_step, tokenizer, fingerprint)
 
 
 def _check_still_there(dataset: str) -> None:

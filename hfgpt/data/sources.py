@@ -8,21 +8,20 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
 
 from hfgpt.data import embedded
 from hfgpt.data.converted import describe_commit, readable_hub_files
-from hfgpt.data.file_access import open_file, read_file
+from hfgpt.data.file_access import read_file
+from hfgpt.data.file_hashes import hash_files, is_earlier_hash
 from hfgpt.data.formats import format_of, given, inspect_file
 from hfgpt.data.formats.text import choose_piece_characters, split_into_pieces
 from hfgpt.data.formats.tokens.column import TokenColumn, find_column_units
@@ -30,16 +29,15 @@ from hfgpt.data.formats.tokens.opening import MadeWith, choose_kind, open_token_
 from hfgpt.data.formats.tokens.reading import TokenFiles, Vocabulary
 from hfgpt.data.kinds import BadFile, file_kind
 from hfgpt.data.local_files import local_files
+from hfgpt.data.opening import open_files
+from hfgpt.data.permutation import permutation
 from hfgpt.data.saved_datasets import find_saved_files
-from hfgpt.data.units import Row, Unit, Unusable
+from hfgpt.data.units import BAD, IN_MEMORY_BYTES, Row, Unit, Unusable
 from hfgpt.errors import UserError
 
 logger = logging.getLogger(__name__)
 
 START_PATIENCE_SECONDS = 120.0
-# A file's hash covers this many evenly spread samples of this size, or all of a small file.
-SAMPLES, SAMPLE_BYTES = 64, 2**20
-MAX_NAMED_FILES = 32
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,6 +47,8 @@ class Source:
     `exclude`: `text_hash` of documents to skip. `skipped_files`: number of files left out when it was opened. `given`:
     a `datasets.Dataset` whose text is read instead of files. `tokens`: how token ids are read, if it has these instead
     of text; `made_with`: the tokenizer that they name. `validation`: units that are validation text by their names.
+    `by_file`: units are files, whose own units are found when they are read, see `Unit`. `piece_characters`: that of
+    their units, for a stream.
     """
 
     units: list[Unit]
@@ -65,6 +65,8 @@ class Source:
     tokens: TokenFiles | TokenColumn | None = None
     made_with: MadeWith = MadeWith()
     validation: list[Unit] = field(default_factory=list)
+    by_file: bool = False
+    piece_characters: int | None = None
 
     @property
     def has_tokens(self) -> bool:
@@ -85,21 +87,53 @@ class Source:
         size = choose_piece_characters(text_units)
         if size is None:
             return self
-        split = [split_into_pieces(unit, size) if file_kind(unit.file) == "text" else [unit] for unit in self.units]
         fingerprint = {**self.fingerprint, "text_pieces": size}
+        if self.by_file:
+            return dataclasses.replace(self, piece_characters=size, fingerprint=fingerprint)
+        split = [split_into_pieces(unit, size) if file_kind(unit.file) == "text" else [unit] for unit in self.units]
         return dataclasses.replace(self, units=[*chain(*split)], fingerprint=fingerprint)
+
+    def units_of(self, unit: Unit) -> list[Unit]:
+        """Return the parts of a unit that are read one at a time: itself, or with `by_file` the units of the file.
+
+        Reads the head or footer of the file. Raises like `read`.
+        """
+        if not self.by_file:
+            return [unit]
+        try:
+            inspect = partial(find_column_units if self.has_tokens else inspect_file, unit.file, self.text_column)
+            units, _ = read_file(unit.file, inspect, self.patience_seconds)
+        except BadFile as error:
+            self._leave_out(error)
+            return [unit._replace(start=BAD, rows=None)]
+        if self.piece_characters and file_kind(unit.file) == "text":
+            units = [piece for whole in units for piece in split_into_pieces(whole, self.piece_characters)]
+        if unit.stop >= 0:
+            units = units[: unit.stop]
+        if unit.rows is not None:
+            units[-1] = units[-1]._replace(rows=unit.rows, characters=unit.characters)
+        return units
+
+    def unit(self, number: int | tuple[int, int]) -> Unit:
+        """Return a unit by its number, or with `by_file` by the numbers of the file and of the unit in it."""
+        return self.units[number] if isinstance(number, int) else self.units_of(self.units[number[0]])[number[1]]
+
+    def _leave_out(self, error: BadFile) -> None:
+        if not self.skip_bad_files:
+            raise error
+        logger.warning("left out: %s", error)
 
     def read(self, unit: Unit) -> list[Row | Unusable]:
         """Return all rows of a unit, in file order.
 
         Raises BadFile if the whole file cannot be read, RunError if the network fails for too long.
         """
+        if unit.start == BAD:
+            return [Unusable("bad_file")]
         try:
             return read_file(unit.file, lambda: self._read_rows(unit), self.patience_seconds)
         except BadFile as error:
-            if not self.skip_bad_files:
-                raise
-            logger.warning("left out: %s", error)
+            self._leave_out(error)
             return [Unusable("bad_file")]
 
     def _read_rows(self, unit: Unit) -> list[Row | Unusable]:
@@ -135,16 +169,52 @@ class Source:
 
 def read_documents(source: Source, units: Iterable[Unit], skipped: Counter[str]) -> Iterator[Row]:
     """Yield the documents of these units; count rows without one in `skipped`, by reason."""
-    for row in chain.from_iterable(map(source.read, units)):
+    for row in chain.from_iterable(map(source.read, chain.from_iterable(map(source.units_of, units)))):
         if isinstance(row, Unusable):
             skipped[row.reason] += 1
         else:
             yield row
 
 
+def read_shuffled(source: Source, seed: int) -> Iterator[Row]:
+    """Yield the documents of the units in a fixed random order, so that the first ones are a representative sample."""
+    order = permutation(len(source.units), seed).tolist()
+    if not source.by_file:
+        return read_documents(source, [source.units[i] for i in order], Counter())
+    return read_documents(dataclasses.replace(source, by_file=False), _one_of_each_file(source, order, seed), Counter())
+
+
+def _one_of_each_file(source: Source, order: list[int], seed: int) -> Iterator[Unit]:
+    """Yield a random unit of each file, then another one of each file, and so on."""
+    opened: list[list[Unit]] = []
+    for number in order:
+        units = source.units_of(source.units[number])
+        opened.append([units[i] for i in permutation(len(units), seed, number)])
+        yield from opened[-1][:1]
+    for turn in range(1, max(map(len, opened))):
+        yield from (units[turn] for units in opened if turn < len(units))
+
+
 def text_hash(text: Row) -> int:
     """Return the xxh3_64 hash of the UTF-8 bytes of a text, or of ids as little-endian int32."""
     return xxhash.xxh3_64_intdigest(text.encode() if isinstance(text, str) else np.ascontiguousarray(text, "<i4").data)
+
+
+class Earlier(NamedTuple):
+    """What earlier versions did in another way: the order of many files, and the hashes of local ones."""
+
+    order: bool = False
+    hashes: bool = False
+
+    @classmethod
+    def of(cls, fingerprint: dict[str, Any] | None) -> Earlier:
+        """Return what applies to a run with this fingerprint (None: a new run)."""
+        if fingerprint is None:
+            return cls()
+        return cls("dataset.order" not in fingerprint, is_earlier_hash(fingerprint.get("dataset.hash")))
+
+
+NOT_EARLIER = Earlier()
 
 
 def open_source(
@@ -157,19 +227,23 @@ def open_source(
     skip_bad_files: bool = False,
     tokens_dtype: str | None = None,
     tokens_column: str | None = None,
+    *,
+    as_earlier: Earlier = NOT_EARLIER,
 ) -> Source:
     """Open the text called `dataset`: "embedded", a local file, folder (recursively) or glob, or a Hub dataset.
 
     A folder may be one that `datasets` saved. Of a Hub dataset in other formats, the converted parquet is read.
 
     A txt file of up to 16 MiB is one document; a larger one is split at line ends into documents of about 64 KiB.
-    Reads the head or footer of each file. Waits out network failures for `patience_seconds`.
+    Reads the head or footer of each file, or of a large text of many files only those of some, and the others when they
+    are first read. Waits out network failures for `patience_seconds`.
 
     Args:
         name, split, revision: select part of a Hub dataset, which is pinned to the commit that they resolve to. Not
             allowed for local text; nor is a `text_column` for text without columns.
         skip_bad_files: leave out broken files instead of raising UserError.
         tokens_dtype: type of the ids in token files without a header. tokens_column: of lists of ids, instead of text.
+        as_earlier: what earlier versions did in another way, for a run that began with one.
 
     Raises UserError for text that cannot be found or read.
     """
@@ -200,29 +274,38 @@ def open_source(
     options |= {"text_column": text_column, "is_local": found is not None}
     if files and file_kind(files[0]) in (None, "tokens"):
         refuse_token_settings(dataset, {"tokens_column": tokens_column})
-        return _open_tokens(files, label, fingerprint, tokens_dtype, {*in_split}, options)
+        return _open_tokens(files, label, fingerprint, tokens_dtype, {*in_split}, options, as_earlier)
     refuse_token_settings(dataset, {"tokens_dtype": tokens_dtype})
-    return _open_rows(files, label, fingerprint, tokens_column, options)
+    return _open_rows(files, label, fingerprint, tokens_column, options, as_earlier)
 
 
 def _open_rows(
-    files: list[str], label: str, fingerprint: dict[str, Any], tokens_column: str | None, options: dict[str, Any]
+    files: list[str],
+    label: str,
+    fingerprint: dict[str, Any],
+    tokens_column: str | None,
+    options: dict[str, Any],
+    as_earlier: Earlier,
 ) -> Source:
     """Open files of text, or with a column of tokens."""
-    text_column, column = options["text_column"], tokens_column or options["text_column"]
-    find = find_column_units if tokens_column else inspect_file
-    inspected = _inspect_files(files, find, column, options["patience_seconds"], options["skip_bad_files"])
+    text_column, options = options["text_column"], {**options, "text_column": tokens_column or options["text_column"]}
+    find = inspect_file if tokens_column is None else find_column_units
+    opened = open_files(files, find, options, read_all=as_earlier.order)
     if options["is_local"]:
-        fingerprint = _hash_files(list(inspected))
-    size = sum(size for _, size in inspected.values())
+        fingerprint = hash_files(opened.files, opened.size_bytes <= IN_MEMORY_BYTES, as_earlier.hashes)
+    order = {"order": "files"} if opened.by_file else {}
+    facts = {**fingerprint, "bytes": opened.size_bytes, "text_column": text_column, **order}
     return Source(
-        units=[unit for units, _ in inspected.values() for unit in units],
-        size_bytes=size,
-        fingerprint=_facts_of_column({**fingerprint, "bytes": size, "text_column": text_column}, tokens_column),
-        description=_describe_files(label, len(inspected), size, tokens_column and f"column {tokens_column}"),
-        skipped_files=len(files) - len(inspected),
+        units=opened.units,
+        size_bytes=opened.size_bytes,
+        fingerprint=_facts_of_column(facts, tokens_column),
+        description=_describe_files(
+            label, len(opened.files), opened.size_bytes, tokens_column and f"column {tokens_column}"
+        ),
+        skipped_files=len(files) - len(opened.files),
         tokens=TokenColumn(tokens_column) if tokens_column else None,
-        **{**options, "text_column": column},
+        by_file=opened.by_file,
+        **options,
     )
 
 
@@ -233,11 +316,14 @@ def _open_tokens(
     tokens_dtype: str | None,
     listed: set[str],
     options: dict[str, Any],
+    as_earlier: Earlier,
 ) -> Source:
     skip_bad_files = options["skip_bad_files"]
     opened = open_token_files(files, tokens_dtype, options["patience_seconds"], listed, skip_bad_files)
-    hashed = _hash_files(opened.hashed_files) if options["is_local"] else fingerprint
     size = opened.size_bytes
+    hashed = fingerprint
+    if options["is_local"]:
+        hashed = hash_files(opened.hashed_files, size <= IN_MEMORY_BYTES, as_earlier.hashes)
     facts = {"bytes": size, "text_column": options["text_column"], "tokens": opened.layouts}
     count = sum(file.count for file in opened.tokens.files.values())
     return Source(
@@ -298,47 +384,3 @@ def _refuse_meaningless_settings(
         problems.append(f"text_column={text_column}: dataset={dataset} is plain text without columns; leave it out")
     if problems:
         raise UserError(*problems)
-
-
-def _inspect_files(
-    files: list[str],
-    find: Callable[[str, str], tuple[list[Unit], int]],
-    column: str,
-    patience_seconds: float,
-    skip_bad_files: bool,
-) -> dict[str, tuple[list[Unit], int]]:
-    """Return units and size of each file. Bad files are left out if they may be skipped and not all files are bad."""
-
-    def inspect(file: str) -> tuple[list[Unit], int] | BadFile:
-        try:
-            return read_file(file, lambda: find(file, column), patience_seconds)
-        except BadFile as error:
-            return error
-
-    with ThreadPoolExecutor(16) as pool:
-        results = dict(zip(files, pool.map(inspect, files), strict=True))
-    bad = [result for result in results.values() if isinstance(result, BadFile)]
-    if bad and (not skip_bad_files or len(bad) == len(files)):
-        raise bad[0]
-    for error in bad:
-        logger.warning("left out: %s", error)
-    return {file: result for file, result in results.items() if not isinstance(result, BadFile)}
-
-
-def _hash_files(files: list[str]) -> dict[str, Any]:
-    """Return the number of files and one hash of their names, sizes and content; for few files, also one hash each.
-
-    Names are relative to the common folder.
-    """
-    root, hashes = os.path.commonpath([os.path.dirname(file) for file in files]), {}
-    for file in files:
-        content = xxhash.xxh3_64()
-        with open_file(file, uncompressed=False) as handle:
-            size = handle.seek(0, os.SEEK_END)
-            for sample in range(SAMPLES):
-                start, stop = size * sample // SAMPLES, size * (sample + 1) // SAMPLES
-                handle.seek(max(start, stop - SAMPLE_BYTES))
-                content.update(handle.read(stop - handle.tell()))
-        hashes[Path(file).relative_to(root).as_posix()] = f"{size} bytes, {content.hexdigest()}"
-    named = {f"file {name}": value for name, value in hashes.items()} if len(files) <= MAX_NAMED_FILES else {}
-    return {"files": len(files), "hash": xxhash.xxh3_64_hexdigest(str(sorted(hashes.items())).encode()), **named}

@@ -11,15 +11,19 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import xxhash
 
 SHOWN_TOKENS = 24
+# Begins a step's hash that is made from those of its blocks. Earlier versions hashed all tokens of a step at once.
+OF_BLOCKS = "blocks-"
 
+# Of a source with `by_file`, the numbers of the file and of the unit in it.
+UnitNumber = int | tuple[int, int]
 # Epoch, unit and row of a document, and the token of the step at which it starts.
-Origin = tuple[int, int, int, int]
+Origin = tuple[int, UnitNumber, int, int]
 Decode = Callable[[np.ndarray], str]
 
 
@@ -39,6 +43,18 @@ class StepBatch:
     documents: list[list[Any]] = field(default_factory=list)
     retries: list[dict[str, Any]] = field(default_factory=list)
     sources: np.ndarray | None = None
+
+
+class StepText(NamedTuple):
+    """What every process keeps of a step's text: eight bytes a block, so that no process receives another's tokens.
+
+    `hashes`: those of the blocks, see `hash_blocks`.
+    """
+
+    hashes: bytes
+    position: dict[str, Any]
+    skipped: Counter[str]
+    retries: list[dict[str, Any]]
 
 
 class Stream(Protocol):
@@ -63,7 +79,10 @@ class Stream(Protocol):
         """Return the position at which an epoch begins."""
 
     def locate_rows(self, decode: Decode, batch: StepBatch, rows: Sequence[int]) -> list[dict[str, Any]]:
-        """Return where the text in these rows of a whole step comes from, and how it begins."""
+        """Return where the text in these rows of one process's share of a step comes from, and how it begins.
+
+        A place may be `row_of_step`, which counts from the first row of the share.
+        """
 
 
 def join_batches(parts: Sequence[StepBatch]) -> StepBatch:
@@ -91,9 +110,40 @@ def merge_positions(positions: list[dict[str, Any]]) -> dict[str, Any]:
     return {"streams": [cursor for position in positions for cursor in position["streams"]]}
 
 
-def batch_hash(blocks: np.ndarray) -> str:
-    """Return the xxh3_64 hash (hex) of a whole step's blocks, as little-endian int32, rows in stream order."""
-    return xxhash.xxh3_64_hexdigest(np.ascontiguousarray(blocks, dtype="<i4").data)
+def summarize(batch: StepBatch) -> StepText:
+    return StepText(hash_blocks(batch.blocks), batch.position, batch.skipped, batch.retries)
+
+
+def join_texts(parts: Sequence[StepText]) -> StepText:
+    """Join what the processes know of one step, in the order of ranks."""
+    return StepText(
+        b"".join(part.hashes for part in parts),
+        merge_positions([part.position for part in parts]),
+        sum((part.skipped for part in parts), Counter[str]()),
+        [record for part in parts for record in part.retries],
+    )
+
+
+def hash_blocks(blocks: np.ndarray) -> bytes:
+    """Return the xxh3_64 hash of each block, as little-endian int32: eight bytes a block."""
+    return b"".join(map(xxhash.xxh3_64_digest, np.ascontiguousarray(blocks, dtype="<i4")))
+
+
+def batch_hash(hashes: bytes) -> str:
+    """Return the hash of a whole step from those of its blocks, in stream order: xxh3_64 (hex), after `OF_BLOCKS`."""
+    return OF_BLOCKS + xxhash.xxh3_64_hexdigest(hashes)
+
+
+def is_of_blocks(batch_hash: str) -> bool:
+    """Return whether a step's hash is made from those of its blocks. Hashes of different kinds cannot be compared."""
+    return batch_hash.startswith(OF_BLOCKS)
+
+
+def is_hash_of(recorded: str, blocks: np.ndarray) -> bool:
+    """Return whether a recorded hash, of either kind, is that of a whole step's blocks."""
+    if is_of_blocks(recorded):
+        return recorded == batch_hash(hash_blocks(blocks))
+    return recorded == xxhash.xxh3_64_hexdigest(np.ascontiguousarray(blocks, dtype="<i4").data)
 
 
 def divisors(number: int) -> list[int]:

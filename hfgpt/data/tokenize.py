@@ -21,7 +21,7 @@ import numpy as np
 from hfgpt.data.encoding import Encoder, make_repeatable
 from hfgpt.data.held_out import no_documents
 from hfgpt.data.remote import check_hub
-from hfgpt.data.sources import Source, open_source, read_documents
+from hfgpt.data.sources import Earlier, Source, open_source, read_documents
 from hfgpt.data.token_names import SIDECAR
 from hfgpt.data.token_tokenizer import refuse_trained
 from hfgpt.data.tokenization import load_tokenizer, save_tokenizer
@@ -76,7 +76,8 @@ def tokenize(
         check_hub(f"tokenizer={tokenizer_name}", tokenizer_name)
     with SlowWork(f"loading the tokenizer {tokenizer_name}"):
         tokenizer = load_tokenizer(tokenizer_name, lambda: (), 1024)
-    encoder, opened = Encoder(make_repeatable(tokenizer)), open_source(**source)
+    encoder = Encoder(make_repeatable(tokenizer))
+    opened = open_source(**source, as_earlier=Earlier(order=True))  # all units, so that each is counted
     if opened.has_tokens:
         raise UserError(f"dataset={source['dataset']}: contains tokens already; train on it as it is")
     if encoder.separator_id is None:

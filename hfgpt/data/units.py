@@ -21,6 +21,9 @@ class Unit(NamedTuple):
     (None: all). `piece_characters`: size of the documents that a txt file is split into, always at line ends: None for
     one document, 0 for about 64 KiB. `size_bytes`: approximate bytes of text. `layout`: what the reader has found out
     about the file, in its own words.
+
+    In a source with `by_file`, a unit is a file with all of its own units, or the first `stop` of them if it is not -1;
+    `rows` and `characters` then apply to the last of these, and `size_bytes` is the size of the file.
     """
 
     file: str
@@ -31,6 +34,10 @@ class Unit(NamedTuple):
     piece_characters: int | None = 0
     size_bytes: int = 0
     layout: str = ""
+
+
+# `Unit.start` of a file that cannot be read and may be left out.
+BAD = -1
 
 
 class Unusable(NamedTuple):

@@ -179,6 +179,7 @@ class GPT2LMHeadModel(PreTrainedModel, GenerationMixin):
             attention_mask: (B, S), 0 on padding, S = T + length of the cache; or that of `document_attention`.
             labels: (B, T), the input ids, as in transformers: position t is scored on labels[t + 1].
             shift_labels: (B, T), already shifted: position t is scored on shift_labels[t]. -100 is not scored.
+            loss_per_row: the loss is (B,), the sum of each row's.
             num_items_in_batch: divides the summed loss; default: the number of scored targets.
             logits_to_keep: compute logits for this many last positions (0: all), or for these positions.
 

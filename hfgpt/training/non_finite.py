@@ -24,7 +24,7 @@ MAX_PENDING_STEPS = 32
 
 
 class Step(NamedTuple):
-    """A step whose loss has not been read yet. `batch`: the blocks of all processes."""
+    """A step whose loss has not been read yet. `batch`: this process's share of its blocks."""
 
     step: int
     learning_rate: float
@@ -35,7 +35,7 @@ class NonFiniteGuard:
     """Keeps losses and gradient norms on the device until `read` fetches those of all pending steps at once.
 
     The optimizer itself skips a step with a non-finite loss or gradient, on the device; this class records and counts
-    such steps. `named`: returns what to record about the text in given rows of a step.
+    such steps. `named`: returns what to record about the text in given rows of a process's share of a step.
     """
 
     def __init__(
@@ -77,13 +77,14 @@ class NonFiniteGuard:
                 self.skipped_in_a_row = 0
                 continue
             self.skipped_in_a_row += 1
-            bad_ranks, rows = self._bad_rows(len(step.batch.blocks), micro_losses, alone and self.ranks.world_size > 1)
+            is_alone = alone and self.ranks.world_size > 1
+            bad_ranks, rows = self._bad_rows(len(step.batch.blocks), micro_losses, is_alone)
             self.run.record(
                 event="skip_step",
                 step=step.step,
                 reason=f"loss {loss}, gradient norm {norm}",
                 ranks=bad_ranks,
-                documents=self.named(step.batch, rows),
+                documents=self._name_documents(step.batch, rows, is_alone),
             )
             where = f" on process {', '.join(map(str, bad_ranks))}" if bad_ranks and self.ranks.world_size > 1 else ""
             logger.warning("Skipped step %d: loss %s, gradient norm %s%s", step.step, loss, norm, where)
@@ -94,15 +95,20 @@ class NonFiniteGuard:
                 )
         return {"loss": loss, "learning_rate": steps[-1].learning_rate, "grad_norm": norm}
 
-    def _bad_rows(self, total: int, micro_losses: list[float], unknown: bool) -> tuple[list[int] | None, list[int]]:
-        """Return the ranks, and the rows among the step's `total`, with a non-finite micro-batch loss.
+    def _bad_rows(self, share: int, micro_losses: list[float], alone: bool) -> tuple[list[int] | None, list[int]]:
+        """Return the ranks, and this process's rows of its `share`, with a non-finite micro-batch loss.
 
-        (None, all rows) if only the gradient is not finite, as it sums over all rows, or if the losses are `unknown`.
+        (None, all rows) if only the gradient is not finite, as it sums over all rows, or if it is `alone`.
         """
-        if unknown:
-            return None, list(range(total))
-        by_rank = self.ranks.gather([math.isfinite(loss) for loss in micro_losses])
-        share = total // len(by_rank)
         size = -(-share // len(micro_losses))
-        rows = [row for row in range(total) if not by_rank[row // share][row % share // size]]
-        return (sorted({row // share for row in rows}), rows) if rows else (None, list(range(total)))
+        rows = [row for row in range(share) if not math.isfinite(micro_losses[row // size])]
+        by_rank = [] if alone else self.ranks.gather(bool(rows))
+        bad_ranks = [rank for rank, is_bad in enumerate(by_rank) if is_bad]
+        return (bad_ranks, rows) if bad_ranks else (None, list(range(share)))
+
+    def _name_documents(self, batch: StepBatch, rows: list[int], alone: bool) -> list[dict[str, Any]]:
+        """Return what to record about the text in `rows` of this process's share, and of the others' unless `alone`."""
+        first = len(batch.blocks) * self.ranks.rank
+        own = self.named(batch, rows) if rows else []
+        own = [{**one, "row_of_step": first + one["row_of_step"]} if "row_of_step" in one else one for one in own]
+        return own if alone else [one for share in self.ranks.gather(own) for one in share]

@@ -14,7 +14,7 @@ from hfgpt.config import PretrainConfig
 from hfgpt.data import describe_skipped
 from hfgpt.data.formats.given import given_datasets, name_datasets
 from hfgpt.data.mixture import MixedStream
-from hfgpt.data.stream import StepBatch, batch_hash, join_batches
+from hfgpt.data.stream import StepBatch, StepText, batch_hash, join_texts, summarize
 from hfgpt.distributed.device import peak_memory_bytes
 from hfgpt.distributed.stop_signals import Interrupted, StopSignals
 from hfgpt.errors import RunError, TextEnded, UserError, name_process
@@ -103,23 +103,23 @@ class Pretrainer:
         record_samples(self.run, prompts, texts)
 
 
-def next_batch(run: TrainingRun) -> tuple[StepBatch, StepBatch] | None:
-    """Return the blocks of the next step: this process's share, and all of them; None at the end of the text.
+def next_batch(run: TrainingRun) -> tuple[StepBatch, StepText] | None:
+    """Return this process's share of the next step's blocks, and what all keep of its text; None at the text's end.
 
     If reading fails on any process, or a signal arrived, all processes save and raise RunError.
     """
     if run.text_ended:
         return None
     ranks = run.machine.ranks
-    own: StepBatch | UserError | RunError | None
+    text: StepText | UserError | RunError | None
     try:
         with run.signals.interruptible():
-            own = next(run.batches)
+            text = summarize(own := next(run.batches))
     except Interrupted:
-        own = run.signals.to_error()
+        text = run.signals.to_error()
     except (UserError, RunError) as error:
-        own = error
-    shares = ranks.gather(own)
+        text = error
+    shares = ranks.gather(text)
     if faults := {rank: share for rank, share in enumerate(shares) if isinstance(share, UserError | RunError)}:
         rank, fault = next(iter(faults.items()))
         if all(isinstance(fault, TextEnded) for fault in faults.values()):
@@ -132,8 +132,7 @@ def next_batch(run: TrainingRun) -> tuple[StepBatch, StepBatch] | None:
         for event in (event for fault in faults.values() for event in fault.retries):
             run.record(event="stream_retry", **event)
         stop(run, fault)
-    batches = [share for share in shares if isinstance(share, StepBatch)]
-    return batches[ranks.rank], join_batches(batches)
+    return own, join_texts([share for share in shares if isinstance(share, StepText)])
 
 
 def start(run: TrainingRun) -> None:
@@ -157,23 +156,21 @@ def start(run: TrainingRun) -> None:
     run.callbacks.call("on_train_begin")
 
 
-def advance(run: TrainingRun, own: StepBatch, batch: StepBatch, result: StepResult) -> None:
+def advance(run: TrainingRun, own: StepBatch, text: StepText, result: StepResult) -> None:
     """Count the finished step, write a ledger line for its text, and ask the callbacks what is due."""
     progress, control = run.progress, run.callbacks.control
     progress.step += 1
     progress.num_input_tokens_seen += run.step.batch.tokens_per_step
-    progress.skipped_rows.update(batch.skipped)
+    progress.skipped_rows.update(text.skipped)
     of_sources = {}
     if isinstance(run.data.train, MixedStream):
-        of_sources = {"blocks": run.data.train.blocks_between(run.position, batch.position)}
+        of_sources = {"blocks": run.data.train.blocks_between(run.position, text.position)}
         run.source_losses = SourceLosses(own.sources, result, of_sources["blocks"])
-    run.position = batch.position
-    run.folder.record_text(
-        step=progress.step, batch_hash=batch_hash(batch.blocks), **of_sources, position=batch.position
-    )
+    run.position = text.position
+    run.folder.record_text(step=progress.step, batch_hash=batch_hash(text.hashes), **of_sources, position=text.position)
     run.step.is_updating = False
-    run.non_finite.add(Step(progress.step, run.step.learning_rate(progress.step), batch), result)
-    for event in batch.retries:
+    run.non_finite.add(Step(progress.step, run.step.learning_rate(progress.step), own), result)
+    for event in text.retries:
         run.record(event="stream_retry", **event)
     if run.is_complete:
         control.should_log = control.should_save = True

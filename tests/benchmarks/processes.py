@@ -54,10 +54,10 @@ def worker(rounds: int, flags: list[str]) -> None:
         micro = list(zip(ids.split(take.batch.micro_batch), labels.split(take.batch.micro_batch), strict=True))
 
         def our_step() -> None:
-            share, whole = pretrainer.next_batch(ours)
+            share, text = pretrainer.next_batch(ours)
             ours.callbacks.call("on_step_begin")
             result = take(*take.to_tensors(share.blocks), ours.progress.step + 1)
-            pretrainer.advance(ours, whole, result)
+            pretrainer.advance(ours, share, text, result)
             if ours.callbacks.control.should_log:
                 pretrainer.log(ours)
 

@@ -16,8 +16,11 @@ from running import lines, records, trained
 from safetensors.torch import load_file, save_file
 from tampering import sealed
 
+from hfgpt.checkpointing.audit import audit
 from hfgpt.checkpointing.checkpoint import MANIFEST, REQUIRED, find_checkpoint, find_damage, write_checkpoint
 from hfgpt.checkpointing.run_folder import RunFolder
+from hfgpt.data.loader import iterate
+from hfgpt.data.stream import is_hash_of, is_of_blocks
 from hfgpt.errors import UserError
 from hfgpt.evaluation.loading import load_checkpoint
 
@@ -332,6 +335,12 @@ def test_a_run_of_an_earlier_version_resumes_as_it_would_have_continued(config, 
     stated = {key: value for key, value in recorded["config"].items() if key not in ("output_dir", "run_name")}
     resumed = trained(config("run", **{**stated, "resume_from_checkpoint": "latest"}))
     assert resumed.resumed.folder.name == "checkpoint-4" and resumed.progress.run_id == recorded["run_id"]
-    assert resumed.folder.ledger.read_text() == (OLD / "ledger.jsonl").read_text()
+    ledgers = (OLD / "ledger.jsonl", resumed.folder.ledger)
+    old, now = ([json.loads(line) for line in path.read_text().splitlines()] for path in ledgers)
+    assert now[:4] == old[:4] and [line["position"] for line in now] == [line["position"] for line in old]
+    for line, batch in zip(old, iterate(resumed.data.train, None), strict=False):  # a hash of all tokens at once
+        assert is_hash_of(line["batch_hash"], batch.blocks) and not is_of_blocks(line["batch_hash"])
+    assert all(is_of_blocks(line["batch_hash"]) for line in now[4:])
+    assert audit(resumed.folder.path)["problems"] == []
     for key in ("loss", "eval_loss"):
         assert [line[key] for line in records(resumed, key)] == pytest.approx([line[key] for line in lines(OLD, key)])

@@ -230,6 +230,19 @@ def test_same_tokens_up_to_a_step(tmp_path):
     assert not pair["gaps"]["tokens"]["paired"]
 
 
+def test_hashes_of_different_kinds_say_nothing(tmp_path):
+    a, b = write_run(tmp_path / "a"), write_run(tmp_path / "b")
+    lines = [json.loads(line) for line in (b / "ledger.jsonl").read_text().splitlines()]
+    for line in lines[249:]:
+        line["batch_hash"] = f"blocks-{line['batch_hash']}"  # the run was continued by a later version
+    (b / "ledger.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    same = compared(a, b)["pairs"][0]["same_tokens"]
+    assert same["equal"] is True and same["step"] == 249
+    (b / "ledger.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines[249:]))
+    same = compared(a, b)["pairs"][0]["same_tokens"]
+    assert same["equal"] is None and "an earlier version" in same["text"]
+
+
 def test_another_step_size_has_no_hash_in_common(tmp_path):
     a, b = write_run(tmp_path / "a"), write_run(tmp_path / "b", tokens_per_step=2048)
     pair = compared(a, b)["pairs"][0]

@@ -177,13 +177,13 @@ def test_a_run_of_an_earlier_version_holds_out_the_whole_documents_that_it_held_
     documents = texts(200)
     path = write(tmp_path / "a.parquet", documents, 50)
     config = PretrainConfig(dataset=str(path), tokenizer="char", seed=1, sequence_length=16, max_steps=1)
-    data = prepare_data(config, 8, saved_rule="last tenth")
+    data = prepare_data(config, 8, saved={"held_out": "last tenth"})
     assert data.train.fingerprint["held_out"] == "last tenth"
     validation = lines_of(data, data.validation)
     assert validation == documents[-len(validation) :]
     assert sum(map(len, validation[1:])) < sum(map(len, documents)) / 10 <= sum(map(len, validation))
     now = prepare_data(config, 8)
-    again = prepare_data(config, 8, saved_rule=now.train.fingerprint["held_out"])
+    again = prepare_data(config, 8, saved=now.train.fingerprint)
     assert again.train.fingerprint == now.train.fingerprint
 
 

@@ -38,7 +38,7 @@ from hfgpt.config import PretrainConfig
 from hfgpt.data import prepare_data
 from hfgpt.data.loader import iterate
 from hfgpt.data.remote import take_retries
-from hfgpt.data.stream import batch_hash
+from hfgpt.data.stream import batch_hash, hash_blocks
 
 settings = dict(tokenizer="bpe-300", sequence_length=32, max_steps=1, streaming=True, eval_tokens=500)
 config = PretrainConfig(**{**settings, **json.loads(sys.argv[1])})
@@ -50,7 +50,7 @@ except Exception as error:
     print(json.dumps({"error": f"{type(error).__name__}: {error}", "events": take_retries()}))
 else:
     events += [event for batch in batches for event in batch.retries]
-    hashes = [batch_hash(batch.blocks) for batch in batches]
+    hashes = [batch_hash(hash_blocks(batch.blocks)) for batch in batches]
     print(json.dumps({
         "hashes": hashes, "position": batches[-1].position, "events": events, "skipped": data.skipped,
         "commit": data.train.fingerprint.get("dataset.commit"),

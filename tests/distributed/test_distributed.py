@@ -386,6 +386,7 @@ def test_a_non_finite_step_is_skipped_by_a_sharded_model(launch, tmp_path):
 
 UNEVEN = """
 import copy
+import numpy as np
 import torch
 import torch.distributed as dist
 from running import prepared
@@ -395,8 +396,8 @@ from hfgpt.training.pretrainer import next_batch
 run = prepared(PretrainConfig.from_cli())
 run.step.optimizer.step = run.step.optimizer.zero_grad = lambda: None
 model = copy.deepcopy(run.step.model)
-own, whole = next_batch(run)
-ids, labels = run.step.to_tensors(whole.blocks)
+own, _ = next_batch(run)
+ids, labels = run.step.to_tensors(np.concatenate(run.machine.ranks.gather(own.blocks)))
 labels = labels.clone()
 for row in range(len(labels)):
     labels[row, 1 + row % 3 if row < len(labels) // 2 else 12 :] = -100  # few targets on process 0, many on 1

@@ -62,5 +62,7 @@ def inspect_file(file: str, text_column: str) -> tuple[list[Unit], int]:
         raise BadFile(f"dataset: {file!a}: the name is not a single line of UTF-8; rename it")  # could not be recorded
     if "://" not in file and os.path.islink(file) and not os.path.exists(file):
         raise BadFile(f"dataset: {file} is a link to a missing file; fetch that file, or remove the link")
+    if format_of(file) is parquet:  # in one request
+        return parquet.inspect(file, text_column)
     head = read_head(file)
     return format_of(file).find_units(file, head, text_column), head.size_bytes

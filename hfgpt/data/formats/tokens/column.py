@@ -74,6 +74,8 @@ _FORMATS: dict[str, Any] = {"parquet": parquet, "arrow": arrow}
 
 def find_column_units(file: str, tokens_column: str) -> tuple[list[Unit], int]:
     """Return a file's units and size in bytes. Raises BadFile if it has no such column of ids."""
+    if _format_of(file) is parquet:  # in one request
+        return parquet.find_token_units(file, tokens_column)
     head = read_head(file)
     return _format_of(file).find_token_units(file, head, tokens_column), head.size_bytes
 
