@@ -22,6 +22,7 @@ CPU = torch.device("cpu")
 # The CPU's own kernels of these look at sizes and strides only.
 VIEWS = ("as_strided", "view", "_reshape_alias", "set_.source_Storage_storage_offset")
 ON_CPU = torch._C.DispatchKey.CPU
+STRICT = ("aten::_fused_", "aten::_amp_")  # operators that take no numbers of the CPU either
 IN_BF16 = ("mm", "bmm", "addmm", "baddbmm", "linear", "matmul", "scaled_dot_product_attention")  # under autocast
 
 
@@ -111,6 +112,10 @@ class FakeAccelerator:
                 return value
             return on_cpu.setdefault(id(value), (value, self._to_cpu(value)))[1]
 
+        if name.startswith(STRICT) or any(isinstance(value, torch.Generator) for value in (*args, *kwargs.values())):
+            tensors = [value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+            if kwargs.get("generator") is not None or any(tensor.device == CPU for tensor in tensors):
+                raise RuntimeError(f"{name}: a generator or a number is on the CPU")
         args, kwargs = pytree.tree_map(enter, (args, kwargs))
         result = operator(*args, **kwargs)
         for own, tensor in on_cpu.values():

@@ -9,6 +9,7 @@ from typer import Argument
 
 from hfgpt.cli.options import AsJson, path
 from hfgpt.cli.output import print_check
+from hfgpt.links import follow
 
 
 def audit(run: Annotated[Path, Argument(help="Run folder.", parser=path)], is_json: AsJson = False) -> None:
@@ -20,4 +21,4 @@ def audit(run: Annotated[Path, Argument(help="Run folder.", parser=path)], is_js
     """
     from hfgpt.checkpointing.audit import audit as audit_run
 
-    print_check(audit_run(run), f"run {run}", is_json)
+    print_check(audit_run(follow(run)), f"run {run}", is_json)

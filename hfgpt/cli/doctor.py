@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import sys
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from hfgpt import __version__
 from hfgpt.cli.options import AsJson
 from hfgpt.cli.output import as_json, as_lines
-from hfgpt.errors import RunError
+from hfgpt.errors import RunError, first_line
 
 PACKAGES = ("torch", "transformers", "accelerate", "datasets", "tokenizers", "safetensors")
 
@@ -23,14 +23,19 @@ def doctor(is_json: AsJson = False) -> None:
     """
     from hfgpt.distributed import compiler, cpu, device_peaks
     from hfgpt.distributed import device as machine
-    from hfgpt.planning.device_checks import check_device
+    from hfgpt.planning import device_checks
 
     device, threads = machine.default_device(), cpu.use_all_cores(1)
+    try:
+        machine.choose_precision("auto", device)
+        machine.device_name(device), machine.memory_bytes(device)
+    except Exception as error:  # whatever a device that cannot be used raises
+        raise RunError(f"{device}: cannot be used ({first_line(error)}); {device_checks.USE_CPU}") from error
     precision = machine.choose_precision("auto", device)
     compilation = compiler.choose_compile("auto", device, compiler.SHORT_RUN_FORWARD_PASSES)
     rated = device_peaks.rated_device_peak(device, precision.name)
     measured = device_peaks.measure_matmul_tflops(device, precision.name)
-    versions = {"python": sys.version.split()[0], "hfgpt": __version__} | {name: version(name) for name in PACKAGES}
+    versions = {"python": sys.version.split()[0], "hfgpt": __version__} | {name: _version(name) for name in PACKAGES}
     facts: dict[str, Any] = {
         "device": device.type,
         "device_name": machine.device_name(device),
@@ -59,11 +64,19 @@ def doctor(is_json: AsJson = False) -> None:
         }
         print(as_lines(facts | text) + "\n", flush=True)
     checks = []
-    for check in check_device(device, rated, measured):
+    for check in device_checks.check_device(device, rated, measured):
         checks.append(check)
         if not is_json:
             print(check.line(), flush=True)
     if is_json:
         print(as_json(facts | {"checks": [vars(check) for check in checks]}))
     if failed := [check for check in checks if check.passed is False]:
-        raise RunError("; ".join(f"{check.name}: {check.fix}" for check in failed))
+        names = ", ".join(check.name for check in failed)
+        raise RunError(f"{names} failed; {'; '.join(dict.fromkeys(check.fix for check in failed))}")
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

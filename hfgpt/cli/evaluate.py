@@ -56,26 +56,18 @@ def evaluate(
         int | None,
         Option("--sequence_length", parser=whole(1), help="Tokens per window; default: the training length."),
     ] = None,
-    stride: Annotated[
-        int | None, Option("--stride", parser=whole(1), help="Sliding windows: tokens from one window to the next.")
-    ] = None,
+    stride: Annotated[int | None, Option("--stride", parser=whole(1), help="Tokens between sliding windows.")] = None,
     by_document: Annotated[
         bool | None, Option("--by_document/--packed", help="Score each document on its own, or one after another.")
     ] = None,
-    eval_tokens: Annotated[
-        int | None, Option("--eval_tokens", parser=whole(1), help="Score only this many tokens.")
-    ] = None,
-    limit: Annotated[
-        int | None, Option("--limit", parser=whole(1), help="With --task: only the first N examples.")
-    ] = None,
+    eval_tokens: Annotated[int | None, Option("--eval_tokens", parser=whole(1), help="Score only so many.")] = None,
+    limit: Annotated[int | None, Option("--limit", parser=whole(1), help="Of a task: the first examples.")] = None,
     batch_size: Annotated[
         int, Option("--per_device_eval_batch_size", parser=whole(1, 2**16), help="Sequences per forward pass.")
     ] = 8,
     mixed_precision: Annotated[Precision, Option("--mixed_precision", help="Precision to compute in.")] = "no",
     torch_compile: Annotated[bool, Option("--torch_compile/--eager", help="Compile; changes only the speed.")] = False,
-    record: Annotated[
-        bool, Option("--record", help="Record the result in the run folder, for the model card.")
-    ] = False,
+    record: Annotated[bool, Option("--record", help="Record the result for the model card.")] = False,
     is_json: AsJson = False,
 ) -> None:
     """Score a text, each token once: loss, perplexity and bits per byte; or a task: hellaswag.

@@ -19,21 +19,18 @@ import numpy as np
 import xxhash
 
 from hfgpt.data import embedded
-from hfgpt.data.converted import describe_commit, readable_hub_files
 from hfgpt.data.file_access import read_file
 from hfgpt.data.file_hashes import hash_files, is_earlier_hash
+from hfgpt.data.find_files import FoundFiles, find_local, find_on_hub, refuse_meaningless_settings
 from hfgpt.data.formats import format_of, given, inspect_file
 from hfgpt.data.formats.text import choose_piece_characters, split_into_pieces
 from hfgpt.data.formats.tokens.column import TokenColumn, find_column_units
-from hfgpt.data.formats.tokens.opening import MadeWith, choose_kind, open_token_files, refuse_token_settings
+from hfgpt.data.formats.tokens.opening import MadeWith, open_token_files, refuse_token_settings
 from hfgpt.data.formats.tokens.reading import TokenFiles, Vocabulary
 from hfgpt.data.kinds import BadFile, file_kind
-from hfgpt.data.local_files import local_files
 from hfgpt.data.opening import open_files
 from hfgpt.data.permutation import permutation
-from hfgpt.data.saved_datasets import find_saved_files
 from hfgpt.data.units import BAD, IN_MEMORY_BYTES, Row, Unit, Unusable
-from hfgpt.errors import UserError
 
 logger = logging.getLogger(__name__)
 
@@ -247,54 +244,38 @@ def open_source(
 
     Raises UserError for text that cannot be found or read.
     """
-    stated_tokens = {"tokens_dtype": tokens_dtype, "tokens_column": tokens_column}
     if dataset == embedded.NAME:
-        _refuse_meaningless_settings(dataset, name, split, revision, text_column)
-        refuse_token_settings(dataset, stated_tokens)
+        refuse_meaningless_settings(dataset, name, split, revision, text_column)
+        refuse_token_settings(dataset, {"tokens_dtype": tokens_dtype, "tokens_column": tokens_column})
         return _open_embedded()
     if (of_python := given.find_given(dataset)) is not None:
-        _refuse_meaningless_settings(dataset, name, split, revision, "text")
+        refuse_meaningless_settings(dataset, name, split, revision, "text")
         refuse_token_settings(dataset, {"tokens_dtype": tokens_dtype})
         return _open_given(dataset, of_python, text_column, tokens_column)
-    saved = find_saved_files(dataset, split)
-    found, fingerprint, in_split = saved or local_files(dataset), {}, list[str]()
-    if found is not None:
-        files, notes = choose_kind(*found, tokens_dtype)
-        split = "train" if saved and found[1] else split  # which it has
-        has_columns = any(format_of(file).HAS_COLUMNS for file in files)
-        _refuse_meaningless_settings(dataset, name, split, revision, "text" if has_columns else text_column)
-        label = f"{dataset} ({'; '.join(notes)})" if notes else dataset
-    else:
-        patience = min(patience_seconds, START_PATIENCE_SECONDS)
-        in_split, commit = readable_hub_files(dataset, name, split, revision, patience)
-        files, _ = choose_kind(list(filter(file_kind, in_split)), [], tokens_dtype)
-        fingerprint = {"dataset": dataset, "name": name, "split": split, "commit": commit}
-        label = f"{dataset} ({', '.join(filter(None, [name, split]))}) {describe_commit(commit, files)}"
+    local = find_local(dataset, name, split, revision, text_column, tokens_dtype)
+    is_local, patience = local is not None, min(patience_seconds, START_PATIENCE_SECONDS)
+    found = local or find_on_hub(dataset, name, split, revision, tokens_dtype, patience)
+    files, label, fingerprint, in_split = found
     options: dict[str, Any] = {"patience_seconds": patience_seconds, "skip_bad_files": skip_bad_files}
-    options |= {"text_column": text_column, "is_local": found is not None}
+    options |= {"text_column": tokens_column or text_column, "is_local": is_local}
     if files and file_kind(files[0]) in (None, "tokens"):
         refuse_token_settings(dataset, {"tokens_column": tokens_column})
         return _open_tokens(files, label, fingerprint, tokens_dtype, {*in_split}, options, as_earlier)
     refuse_token_settings(dataset, {"tokens_dtype": tokens_dtype})
-    return _open_rows(files, label, fingerprint, tokens_column, options, as_earlier)
+    return _open_rows(found, is_local, options, tokens_column, as_earlier)
 
 
 def _open_rows(
-    files: list[str],
-    label: str,
-    fingerprint: dict[str, Any],
-    tokens_column: str | None,
-    options: dict[str, Any],
-    as_earlier: Earlier,
+    found: FoundFiles, is_local: bool, options: dict[str, Any], tokens_column: str | None, as_earlier: Earlier
 ) -> Source:
-    """Open files of text, or with a column of tokens."""
-    text_column, options = options["text_column"], {**options, "text_column": tokens_column or options["text_column"]}
+    """Open files whose rows are texts, or lists of ids in `tokens_column`."""
+    files, label, fingerprint, _ = found
     find = inspect_file if tokens_column is None else find_column_units
     opened = open_files(files, find, options, read_all=as_earlier.order)
-    if options["is_local"]:
+    if is_local:
         fingerprint = hash_files(opened.files, opened.size_bytes <= IN_MEMORY_BYTES, as_earlier.hashes)
     order = {"order": "files"} if opened.by_file else {}
-    facts = {**fingerprint, "bytes": opened.size_bytes, "text_column": text_column, **order}
+    facts = {**fingerprint, "bytes": opened.size_bytes, "text_column": options["text_column"], **order}
     return Source(
         units=opened.units,
         size_bytes=opened.size_bytes,
@@ -369,18 +350,3 @@ def _open_given(name: str, dataset: Any, text_column: str, tokens_column: str | 
 
 def _facts_of_column(facts: dict[str, Any], tokens_column: str | None) -> dict[str, Any]:
     return {**facts, "tokens": f"column {tokens_column}"} if tokens_column else facts
-
-
-def _refuse_meaningless_settings(
-    dataset: str, name: str | None, split: str, revision: str | None, text_column: str
-) -> None:
-    """Raise UserError for Hub dataset settings given for other text, or a column for text without columns."""
-    kind = "is this Python's own documentation" if dataset == embedded.NAME else "is local"
-    given = {"dataset_name": name, "dataset_split": split if split != "train" else None, "dataset_revision": revision}
-    problems = [
-        f"{key}={value}: dataset={dataset} {kind} and has none; leave it out" for key, value in given.items() if value
-    ]
-    if text_column != "text":
-        problems.append(f"text_column={text_column}: dataset={dataset} is plain text without columns; leave it out")
-    if problems:
-        raise UserError(*problems)

@@ -65,9 +65,11 @@ def available_cores() -> int:
     """
     cores = _physical_cores()
     limits = zip(_cgroup_values("cpu", "cpu.cfs_quota_us"), _cgroup_values("cpu", "cpu.cfs_period_us"), strict=False)
-    for quota, period in (*map(str.split, _cgroup_values("cpu", "cpu.max")), *limits):
-        if quota.isdigit():  # no limit is "max", and -1 in version 1
-            cores = min(cores, max(1, int(quota) // int(period)))
+    for limit in (*map(str.split, _cgroup_values("cpu", "cpu.max")), *limits):
+        with contextlib.suppress(ValueError, ZeroDivisionError):  # no limit is "max", and -1 in version 1
+            quota, period = map(int, limit)
+            if quota > 0:
+                cores = min(cores, max(1, quota // period))
     return cores
 
 
@@ -99,6 +101,8 @@ def _cgroup_values(controller: str, name: str) -> list[str]:
     found: dict[Path, str] = {}
     with contextlib.suppress(OSError):
         for line in OWN_CGROUP.read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.count(":") < 2:
+                continue
             _, controllers, path = line.split(":", 2)
             if controllers and controller not in controllers.split(","):
                 continue
@@ -113,7 +117,9 @@ def _cgroup_values(controller: str, name: str) -> list[str]:
 def local_processes() -> int:
     """Return the number of processes of this run on this machine, as its launcher has set it."""
     names = ["LOCAL_WORLD_SIZE", "MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE"]
-    return max(1, get_int_from_env(names, 1))
+    with contextlib.suppress(ValueError):
+        return max(1, get_int_from_env(names, 1))
+    return 1
 
 
 def use_all_cores(local_processes: int) -> int:

@@ -13,13 +13,16 @@ import transformers
 import xxhash
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
-from accelerate.utils import InitProcessGroupKwargs
+from accelerate.utils import InitProcessGroupKwargs, parse_flag_from_env
 from torch import Tensor
 
 from hfgpt.distributed import cpu
 from hfgpt.distributed.device_kinds import device_kind
 from hfgpt.distributed.launcher import rank_and_world_size
 from hfgpt.errors import UserError
+
+# Types of device on which Accelerate starts a process group.
+WITH_SEVERAL_PROCESSES = ("cpu", "cuda", "xpu", "npu", "mlu", "musa", "sdaa", "hpu", "neuron")
 
 
 @dataclass(frozen=True)
@@ -37,7 +40,7 @@ class Precision:
 
 def default_device() -> torch.device:
     """Return the accelerator that torch finds; the CPU without one, or if the accelerate configuration asks for it."""
-    if os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes"):
+    if parse_flag_from_env("ACCELERATE_USE_CPU"):
         return torch.device("cpu")
     return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
@@ -122,7 +125,9 @@ def seed_random_numbers(seed: int, device: torch.device) -> None:
     torch.default_generator.manual_seed(seed)
     if device.type != "cpu":
         module = torch.get_device_module(device)
-        (module.manual_seed if hasattr(module, "manual_seed") else module.manual_seed_all)(seed)
+        seed_device = getattr(module, "manual_seed", None) or getattr(module, "manual_seed_all", None)
+        if seed_device is not None:
+            seed_device(seed)
 
 
 def start_accelerator(mixed_precision: str, timeout_seconds: float) -> tuple[Accelerator, Precision]:
@@ -133,18 +138,20 @@ def start_accelerator(mixed_precision: str, timeout_seconds: float) -> tuple[Acc
     transformers.utils.logging.disable_progress_bar()
     device = default_device()
     precision = choose_precision(mixed_precision, device)
+    _, world_size = rank_and_world_size()
+    if world_size > 1 and device.type not in WITH_SEVERAL_PROCESSES:
+        raise UserError(
+            f"several processes cannot train on {device.type}; start one, or put ACCELERATE_USE_CPU=true before it"
+        )
     group = InitProcessGroupKwargs(timeout=timedelta(seconds=timeout_seconds))
     # An earlier run of this process may have had another precision or device, which Accelerate keeps for all.
     AcceleratorState._reset_state(reset_partial_state=True)
     threads = torch.get_num_threads()
     # The launcher does not pass `use_cpu` on to several processes, so the CPU is named here.
     accelerator = Accelerator(cpu=device.type == "cpu", mixed_precision=precision.name, kwargs_handlers=[group])
-    _, world_size = rank_and_world_size()
     if accelerator.num_processes != world_size:
         raise UserError(f"the launcher started {world_size} processes, but accelerate sees {accelerator.num_processes}")
     if accelerator.device.type != device.type:  # an accelerator that Accelerate does not know
-        if world_size > 1:
-            raise UserError(f"Accelerate cannot run several processes on {device.type}; start one, or use the CPU")
         accelerator.state.device = PartialState().device = device
     accelerator.gradient_accumulation_steps = 1  # the step accumulates by itself; backward() must not divide
     if accelerator.device.type == "cpu":

@@ -10,6 +10,9 @@ import torch
 
 from hfgpt.distributed import cpu
 
+# Architectures of Vega, RDNA 1 and RDNA 2. MI100 (gfx908) and newer and RDNA 3 and newer have bf16.
+AMD_WITHOUT_BF16 = ("gfx8", "gfx900", "gfx902", "gfx904", "gfx906", "gfx90c", "gfx10")
+
 
 @dataclass(frozen=True)
 class DeviceKind:
@@ -58,6 +61,8 @@ def _cuda() -> DeviceKind:
     """NVIDIA, and AMD under ROCm, which torch calls cuda too."""
 
     def has_bf16(device: torch.device) -> bool:
+        if torch.version.hip is not None:  # torch says yes for all of AMD's
+            return not torch.cuda.get_device_properties(device).gcnArchName.startswith(AMD_WITHOUT_BF16)
         with torch.cuda.device(device):
             return torch.cuda.is_bf16_supported(including_emulation=False)
 
@@ -124,7 +129,10 @@ def _other(device_type: str) -> DeviceKind:
     module = torch.get_device_module(device_type)
 
     def call(name: str, *args: Any) -> Any:
-        return getattr(module, name)(*args) if hasattr(module, name) else None
+        try:
+            return getattr(module, name)(*args)
+        except Exception:  # it does not have the function, or not for this device
+            return None
 
     def memory_bytes(device: torch.device) -> int:
         return (call("mem_get_info", device) or (0, cpu.memory_bytes()))[1]

@@ -62,7 +62,7 @@ def rated_peak(name: str, precision: str, multiprocessors: int | None = None) ->
     for dtype in ("fp16", "bf16") if precision == "fp16" else (precision,):
         if matching := [row for row in rows if row["dtype"] == dtype]:
             row = matching[0]
-            source = f"rated: {name} {precision} dense"
+            source = f"rated: {name} {'float32' if precision == 'no' else precision} dense"
             if len(matching) > 1:
                 source += f" with {row['multiprocessors']} multiprocessors, as others of the name have more"
             if row["confidence"] != "high":

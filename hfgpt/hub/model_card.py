@@ -53,9 +53,8 @@ def model_card(
     records: `public_records` of the run; with them the card shows the speed, and the loss curve in PLOT. name: of the
     model, by default the run's. later: records of later evaluations of this checkpoint.
     """
-    config, step = trainer["config"], trainer["step"]
+    config, model, step = trainer["config"], run.get("model"), trainer["step"]
     text, commit = _describe_text(config, fingerprint), fingerprint.get("dataset.commit")
-    base = HUB_MODEL.fullmatch(config.get("init_from") or "")
     name = name or config["run_name"] or Path(config["output_dir"]).name or "GPT-2-style model"
     results = []
     if trainer["evaluation"] and trainer["evaluation_step"] == step:
@@ -63,20 +62,13 @@ def model_card(
         results = _eval_results({**dataset, "task": "text", **trainer["evaluation"]}, HELD_OUT)
     for record in later:
         results += _eval_results(record, TEXT if record["task"] == "text" else HELLASWAG)
-    data = ModelCardData(
-        license=config.get("hub_license"),
-        language=split_languages(config.get("hub_language")),
-        datasets=[config["dataset"]]
-        if commit
-        else [source.hub for source in describe_sources(config, fingerprint) if source.hub] or None,
-        base_model=base[1] if base else None,
-        library_name="transformers",
-        pipeline_tag="text-generation",
-        tags=["gpt2", "hfgpt", "pretraining"],
-        model_name=name,
-        eval_results=results or None,
-    )
-    shape, tokens = _describe_shape(run.get("model")), f"{trainer['num_input_tokens_seen']:,}"
+    of_mixture = [source.hub for source in describe_sources(config, fingerprint) if source.hub]
+    data = _metadata(config, name, results, [config["dataset"]] if commit else of_mixture)
+    shape = ""
+    if model:
+        shape = f" with {model['n_layer']} layers, {model['n_head']} heads, width {model['n_embd']}"
+        shape += f" and {model['parameters']:,} parameters"
+    tokens = f"{trainer['num_input_tokens_seen']:,}"
     return _render(
         data,
         name,
@@ -99,11 +91,19 @@ def model_card(
     )
 
 
-def _describe_shape(model: dict[str, Any] | None) -> str:
-    if not model:
-        return ""
-    shape = f" with {model['n_layer']} layers, {model['n_head']} heads, width {model['n_embd']}"
-    return f"{shape} and {model['parameters']:,} parameters"
+def _metadata(config: dict[str, Any], name: str, results: list[Any], datasets: list[str]) -> ModelCardData:
+    base = HUB_MODEL.fullmatch(config.get("init_from") or "")
+    return ModelCardData(
+        license=config.get("hub_license"),
+        language=split_languages(config.get("hub_language")),
+        datasets=datasets or None,
+        base_model=base[1] if base else None,
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        tags=["gpt2", "hfgpt", "pretraining"],
+        model_name=name,
+        eval_results=results or None,
+    )
 
 
 def plain_card(name: str, parameters: int, origin: str, tokenizer: Any = None) -> str:

@@ -200,7 +200,6 @@ class GPT2LMHeadModel(PreTrainedModel, GenerationMixin):
         use_cache = self.config.use_cache if use_cache is None else use_cache
         if use_cache and not self.training and cache is None and shift_labels is None:
             cache = DynamicCache(config=self.config)
-
         x_BTC = inputs_embeds if inputs_embeds is not None else self.transformer.wte(input_ids)
         past, T = cache.get_seq_length() if cache is not None else 0, x_BTC.shape[1]
         if position_ids is None:

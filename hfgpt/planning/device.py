@@ -45,7 +45,7 @@ def find_device(name: str | None, config: PretrainConfig, memory_gib: float | No
         raise UserError(f"device={name}: {_explain_unknown(name)}")
     kind = kind_of(name)
     precision = _choose_precision(name, kind, config.mixed_precision)
-    unknown = Peak(None, f"the rate of {name} in mixed_precision {precision.name} is unknown")
+    unknown = Peak(None, f"the rate of {name} in {precision.label} is unknown")
     peak = stated_peak or rated_peak(name, precision.name) or unknown
     return Device(name, kind, rated_memory_gib(name), peak, precision, _choose_compile(kind, config.torch_compile))
 
@@ -76,13 +76,17 @@ def _explain_unknown(name: str) -> str:
 
 def _choose_precision(name: str, kind: str, requested: str) -> Precision:
     """Choose as `choose_precision` would on the device itself, by its known rates."""
-    native = "no" if kind == "cpu" else "bf16" if kind != "cuda" or rated_peak(name, "bf16") else "fp16"
+    is_known = name in rated_devices()
+    without_bf16 = kind == "cuda" and is_known and not rated_peak(name, "bf16")
+    native = "no" if kind == "cpu" else "fp16" if without_bf16 else "bf16"
     if requested == "bf16" and native == "fp16":
         raise UserError(f"mixed_precision={requested}: {name} has no bf16; use fp16, or auto to choose it")
     if requested == "fp16" and kind == "cpu":
         raise UserError(f"mixed_precision={requested}: needs a GPU, this is {kind}; use bf16, no or auto")
     if requested != "auto":
         return Precision(requested, "requested")
+    if not is_known and kind != "cpu":
+        return Precision(native, "as most have it; this one is unknown, so state --mixed_precision if it has not")
     if kind == "mps":
         return Precision(native, "macOS 14 and newer have bf16")
     return Precision(native, f"the {'CPU' if kind == 'cpu' else 'card'} has {'' if native == 'bf16' else 'no '}bf16")

@@ -33,6 +33,9 @@ FLOAT32_TOLERANCE, HALF_TOLERANCE = 1e-4, 2e-2
 ROWS, WIDTH, VOCABULARY = 16 * 1024, 768, 50_304  # of the head at GPT-2's size: a micro-batch of 16 x 1,024 tokens
 SAMPLED_ROWS = 64
 ALLOCATION = 64 * 2**20  # bytes
+NO_HALF = "train with --mixed_precision no"
+NO_DROPOUT = "train without dropout (the default): resumed runs would differ"
+NO_COMPILE = "train with --torch_compile false"
 USE_CPU = "train on the CPU (--config_file accelerate_configs/cpu.yaml), or update torch and the driver"
 
 
@@ -52,21 +55,21 @@ class Check:
 
 def check_device(device: torch.device, rated: Peak | None, measured: Peak) -> Iterator[Check]:
     """Yield the result of each check of `device`. rated, measured: its peak rate, for the same precision."""
-    checks: list[tuple[str, Callable[[], Check]]] = [
-        ("versions", check_versions),
-        ("training step", lambda: check_step(device)),
-        ("large matrix", lambda: check_large_matrix(device)),
-        ("16-bit step", lambda: check_half_precision(device)),
-        ("dropout", lambda: check_dropout(device)),
-        ("memory", lambda: check_memory(device)),
-        ("peak rate", lambda: check_peak(rated, measured)),
-        ("torch.compile", lambda: check_compile(device)),
+    checks: list[tuple[str, Callable[[], Check], str]] = [
+        ("versions", check_versions, "install hfgpt again, with pip install -e ."),
+        ("training step", lambda: check_step(device), USE_CPU),
+        ("large matrix", lambda: check_large_matrix(device), USE_CPU),
+        ("16-bit step", lambda: check_half_precision(device), NO_HALF),
+        ("dropout", lambda: check_dropout(device), NO_DROPOUT),
+        ("memory", lambda: check_memory(device), "train all the same; memory is not known on this device"),
+        ("peak rate", lambda: check_peak(rated, measured), "state --mfu_peak_tflops"),
+        ("torch.compile", lambda: check_compile(device), NO_COMPILE),
     ]
-    for name, check in checks:
+    for name, check, fix in checks:
         try:
             yield check()
         except Exception as error:  # whatever an operator that the device lacks raises
-            yield Check(name, False, first_line(error), USE_CPU)
+            yield Check(name, False, first_line(error), fix)
 
 
 def check_versions() -> Check:
@@ -76,8 +79,12 @@ def check_versions() -> Check:
         requirement = Requirement(line)
         if requirement.marker is not None:  # of an extra
             continue
-        version = importlib.metadata.version(requirement.name)
         seen.append(requirement.name)
+        try:
+            version = importlib.metadata.version(requirement.name)
+        except importlib.metadata.PackageNotFoundError:
+            problems.append(f"{requirement.name} is not installed")
+            continue
         if not requirement.specifier.contains(version, prereleases=True):
             problems.append(f"{requirement.name} {version} does not satisfy {requirement.specifier}")
     fix = "pip install -U " + " ".join(problem.split()[0] for problem in problems)
@@ -171,7 +178,7 @@ def check_half_precision(device: torch.device) -> Check:
     finite = all(bool(gradient.isfinite().all()) for gradient in gradients.values())
     passed = finite and abs(loss - expected) <= HALF_TOLERANCE * expected
     detail = f"{precision}: loss {loss:.4f}, in float32 {expected:.4f}; gradients are {'' if finite else 'not '}finite"
-    return Check("16-bit step", passed, detail, "train with --mixed_precision no")
+    return Check("16-bit step", passed, detail, NO_HALF)
 
 
 def check_dropout(device: torch.device) -> Check:
@@ -184,7 +191,7 @@ def check_dropout(device: torch.device) -> Check:
     kept = float((draws[0] > 0).float().mean())
     passed = torch.equal(draws[0], draws[1]) and not torch.equal(draws[0], draws[2]) and 0.4 < kept < 0.6
     detail = f"one seed draws the same numbers twice; {kept:.0%} of values are kept at p = 0.5"
-    return Check("dropout", passed, detail, "train without dropout (the default): resumed runs would differ")
+    return Check("dropout", passed, detail, NO_DROPOUT)
 
 
 def check_memory(device: torch.device) -> Check:
@@ -200,14 +207,14 @@ def check_memory(device: torch.device) -> Check:
     rise = after - before
     detail = f"{total}; {ALLOCATION / 2**20:.0f} MiB allocated, {rise / 2**20:.0f} MiB counted"
     # Resident memory rises by less if the process had free memory left, so a CPU is not judged by it.
-    passed = None if device.type == "cpu" and rise < ALLOCATION else rise >= ALLOCATION
+    passed = None if device.type == "cpu" and rise < 0.9 * ALLOCATION else rise >= 0.9 * ALLOCATION
     return Check("memory", passed, detail, "the memory in metrics.jsonl is too low on this device")
 
 
 def check_peak(rated: Peak | None, measured: Peak) -> Check:
     """Compare the measured rate of a large matrix product with the rated one."""
     if measured.tflops is None:
-        return Check("peak rate", False, measured.source, USE_CPU)
+        return Check("peak rate", None, f"{measured.source}; MFU is null, unless --mfu_peak_tflops is stated")
     if rated is None or rated.tflops is None:
         detail = f"{measured.tflops:.3g} TFLOP/s measured; no rated value is known, so MFU is against the measured one"
         return Check("peak rate", None, detail)
@@ -236,4 +243,4 @@ def check_compile(device: torch.device) -> Check:
     (compiled,) = torch.autograd.grad(torch.compile(function)(x), x)
     error = float((compiled - expected).abs().max() / expected.abs().max())
     detail = f"gradients differ from uncompiled ones by {error:.1e}"
-    return Check("torch.compile", error <= FLOAT32_TOLERANCE, detail, "train with --torch_compile false")
+    return Check("torch.compile", error <= FLOAT32_TOLERANCE, detail, NO_COMPILE)

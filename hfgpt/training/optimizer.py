@@ -32,17 +32,18 @@ def build_optimizer(model: nn.Module, config: PretrainConfig) -> torch.optim.Opt
     """Build AdamW for all parameters, or Muon for the matrices of the blocks and AdamW for the rest."""
     groups, betas = parameter_groups(model, config.weight_decay), (config.adam_beta1, config.adam_beta2)
     options: dict[str, Any] = {"lr": config.learning_rate, "betas": betas, "eps": config.adam_epsilon}
+    # The fused form can skip a step on the device, without a synchronisation, but not on every kind of device.
+    has_fused_skip = device_kind(next(model.parameters()).device).has_fused_skip
+    options["fused"] = has_fused_skip or None
     if config.optim == "adamw":
-        # The fused form can skip a step on the device, without a synchronisation, but not on every kind of device.
-        has_fused_skip = device_kind(next(model.parameters()).device).has_fused_skip
-        return torch.optim.AdamW(groups, fused=True, **options) if has_fused_skip else SkippingAdamW(groups, **options)
+        return (torch.optim.AdamW if has_fused_skip else SkippingAdamW)(groups, **options)
     matrices = [p for name, p in model.named_parameters() if ".h." in name and p.dim() == 2 and p.requires_grad]
     taken = set(map(id, matrices))
     groups = [{**group, "params": [p for p in group["params"] if id(p) not in taken]} for group in groups]
     rate = config.muon_learning_rate or config.learning_rate
     muon = BatchedMuon(matrices, rate, config.weight_decay, MUON_MOMENTUM)
     muon.param_groups[0]["lr_scale"] = rate / config.learning_rate
-    return MuonWithAdamW(muon, torch.optim.AdamW(groups, fused=True, **options))
+    return MuonWithAdamW(muon, torch.optim.AdamW(groups, **options))
 
 
 class SkippingAdamW(torch.optim.AdamW):

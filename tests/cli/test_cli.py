@@ -202,6 +202,16 @@ def test_doctor_prints_what_the_machine_offers(monkeypatch, capsys):
     assert facts["versions"].keys() >= {"python", "hfgpt", "transformers", "accelerate", "datasets"}
 
 
+def test_doctor_on_a_device_that_cannot_be_used_is_one_line(monkeypatch, capsys):
+    def busy(device):
+        raise RuntimeError("all CUDA-capable devices are busy\nmore")
+
+    monkeypatch.setattr("hfgpt.distributed.device.device_name", busy)
+    code, out, err = command(monkeypatch, capsys, "doctor")
+    assert code == 1 and out == "" and len(err.splitlines()) == 1
+    assert "cannot be used (RuntimeError: all CUDA-capable devices are busy)" in err and "train on the CPU" in err
+
+
 def test_a_commands_flag_may_have_the_value_that_a_recipe_gives_it():
     given = ["evaluate", "folder", "--torch_compile", "false", "--json"]
     assert replace_compile_values(given) == ["evaluate", "folder", "--eager", "--json"]

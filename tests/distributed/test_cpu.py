@@ -211,6 +211,10 @@ def test_the_name_of_the_processor_where_there_is_no_proc(monkeypatch, platform,
 @pytest.mark.parametrize(
     ("own", "files", "cores"),
     [
+        ("0::/\n", {"cpu.max": ""}, 8),
+        ("0::/\n", {"cpu.max": "200000"}, 8),
+        ("0::/\n", {"cpu.max": "200000 0"}, 8),
+        ("nothing\n0::/\n", {"cpu.max": "200000 100000"}, 2),
         ("0::/\n", {"cpu.max": "max 100000"}, 8),
         ("0::/\n", {"cpu.max": "250000 100000"}, 2),
         ("0::/\n", {"cpu.max": "50000 100000"}, 1),

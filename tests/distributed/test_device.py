@@ -175,11 +175,11 @@ def test_broken_compiled_code_is_removed_and_compiled_again(tmp_path, config, mo
     model = type(whole.step.model)
     take, plain = TrainStep.__call__, model.forward
 
-    def failing_step(self, ids, labels, step):
+    def failing_step(self, ids, labels, step, *args):
         if first.exists() and step == 2:
             self.parallel_model(input_ids=ids, shift_labels=labels).loss.backward()
             raise in_step
-        return take(self, ids, labels, step)
+        return take(self, ids, labels, step, *args)
 
     def failing_forward(self, *args, **kwargs):
         if second.exists() and not self.training:

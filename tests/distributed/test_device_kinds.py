@@ -74,6 +74,32 @@ def test_an_older_macos_trains_in_float32_and_says_why(monkeypatch):
         device.choose_precision("bf16", MPS)
 
 
+@pytest.mark.parametrize(
+    ("architecture", "auto"),
+    [("gfx1030", "fp16"), ("gfx906", "fp16"), ("gfx90a:sramecc+", "bf16"), ("gfx1100", "bf16")],
+)
+def test_amd_cards_have_bf16_by_their_architecture(monkeypatch, architecture, auto):
+    """torch says yes for all of them."""
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda which: SimpleNamespace(gcnArchName=architecture))
+    assert device.choose_precision("auto", CUDA).name == auto
+
+
+def test_several_processes_need_a_device_that_has_them(monkeypatch):
+    monkeypatch.setattr(device, "default_device", lambda: MPS)
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match="several processes cannot train on mps; start one"):
+        device.start_accelerator("auto", 10.0)
+
+
+@pytest.mark.parametrize("value", ["on", "y", "True", "1"])
+def test_the_cpu_is_asked_for_as_accelerate_reads_it(monkeypatch, value):
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: CUDA)
+    monkeypatch.setenv("ACCELERATE_USE_CPU", value)
+    assert device.default_device().type == "cpu"
+
+
 def test_an_older_intel_card_trains_in_float32(monkeypatch):
     monkeypatch.setattr(torch.xpu, "is_bf16_supported", lambda including_emulation: False)
     assert device.choose_precision("auto", XPU).name == "no"
@@ -89,6 +115,13 @@ def test_an_unknown_accelerator_is_asked_for_what_it_has(other, monkeypatch):
     kind.empty_cache(), kind.reset_peak_memory(OTHER)
     with pytest.raises(UserError, match="loss scaling is not known to work on privateuseone; use bf16 or no"):
         device.choose_precision("fp16", OTHER)
+
+    def fails(*_):
+        raise RuntimeError("not on this device")
+
+    other.mem_get_info = other.max_memory_allocated = other.empty_cache = other.is_bf16_supported = fails
+    assert kind.memory_bytes(OTHER) == 7 and kind.peak_memory_bytes(OTHER) is None
+    assert kind.auto_precision(OTHER) == "no" and kind.empty_cache() is None
     other.get_device_name, other.is_bf16_supported = lambda which: "Card 9", lambda: True
     other.mem_get_info, other.max_memory_allocated = lambda which: (1, 24), lambda which: 2
     assert kind.name(OTHER) == "Card 9" and kind.auto_precision(OTHER) == "bf16"

@@ -87,7 +87,7 @@ def test_memory_that_is_not_counted_is_found(monkeypatch):
         (100.0, 20.0, False, "another program uses the device"),
         (100.0, 150.0, False, "state --mfu_peak_tflops"),
         (None, 80.0, None, "no rated value is known"),
-        (100.0, None, False, "matmul failed"),
+        (100.0, None, None, "matmul failed"),
     ],
 )
 def test_the_peak_is_compared_with_the_rated_one(rated, measured, passed, says):

@@ -33,6 +33,8 @@ def test_clipping_and_the_optimizer_stay_on_the_device(monkeypatch, device_type,
             parameter.grad = torch.empty_like(parameter)
         assert torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).device == device
         assert isinstance(optimizer, SkippingAdamW) is (optim == "adamw" and device_type == "mps")
+        if optim == "muon":
+            assert optimizer.adamw.defaults["fused"] is (None if device_type == "mps" else True)
         if optim == "adamw" and device_type != "mps":  # elsewhere the value is read, which these tensors lack
             assert optimizer.defaults["fused"]
             optimizer.found_inf = torch.empty((), device=device)
