@@ -6,17 +6,22 @@ import json
 import pickle
 import random
 from contextlib import ExitStack, closing
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import token_files
 import torch
 from running import FORKED_TWO, Run, StopAt, prepared, records, trained
 
 from hfgpt import PretrainConfig
 from hfgpt.data import prepare_data
+from hfgpt.data.encoding import Encoder
+from hfgpt.data.formats.tokens import reading
 from hfgpt.data.loader import iterate
 from hfgpt.data.stream import batch_hash, hash_blocks, join_batches
+from hfgpt.data.tokenization import load_tokenizer, save_tokenizer
 
 STEPS = 40
 TOPOLOGIES = [(world, workers) for world in (1, 2, 4) for workers in (0, 1, 2)]
@@ -24,7 +29,9 @@ DOCUMENTS = [f"document {n} says " + "la " * (n * 7 % 20) for n in range(160)]
 TEXTS = [
     *(("parquet", True), ("parquet", False), ("jsonl", True), ("jsonl", False), ("txt", True), ("txt", False)),
     *(("embedded", True), ("embedded", False)),
+    *((("llm.c", True), ("llm.c", False), ("megatron", True), ("packed-column", True), ("datatrove", False))),
 ]
+TOKENS = {"llm.c", "megatron", "packed-column", "datatrove"}  # layouts of token files
 
 
 def written(folder, kind) -> str:
@@ -32,6 +39,11 @@ def written(folder, kind) -> str:
     if kind == "embedded":
         return kind
     folder.mkdir()
+    if kind in TOKENS:
+        tokens = Encoder(byte_tokenizer(folder.parent)).tokens(DOCUMENTS)
+        for name, content in token_files.files(kind, tokens).items():
+            (folder / name).parent.mkdir(exist_ok=True)
+            (folder / name).write_bytes(content)
     if kind == "txt":
         for n, text in enumerate(DOCUMENTS):
             (folder / f"{n:03}.txt").write_text(text)
@@ -44,13 +56,24 @@ def written(folder, kind) -> str:
     return str(folder)
 
 
+def byte_tokenizer(folder):
+    """A tokenizer with end-of-text as id 0, saved in `folder`/tokenizer."""
+    tokenizer = load_tokenizer("bpe-300", lambda: DOCUMENTS, 64)
+    save_tokenizer(tokenizer, folder / "tokenizer")
+    return tokenizer
+
+
 @pytest.fixture(scope="module", params=TEXTS, ids=[f"{kind}-{'documents' if s else 'memory'}" for kind, s in TEXTS])
 def text(request, tmp_path_factory):
     """A stream as a run prepares it, and its uninterrupted steps on one process, which go into a second epoch."""
     kind, streaming = request.param
     settings = {"tokenizer": "char", "sequence_length": 32, "streaming": streaming, "eval_tokens": 100, "max_steps": 1}
-    config = PretrainConfig(dataset=written(tmp_path_factory.mktemp("text") / kind, kind), **settings)
-    stream = prepare_data(config, 8).train
+    dataset = written(tmp_path_factory.mktemp("text") / kind, kind)
+    if kind in TOKENS:
+        settings |= {"tokenizer": str(Path(dataset).parent / "tokenizer"), **token_files.STATED.get(kind, {})}
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(reading, "SPAN_TOKENS", 300)  # many units of a small set
+        stream = prepare_data(PretrainConfig(dataset=dataset, **settings), 8).train
     whole = steps(stream, None, STEPS, 1, 0)
     assert len(set(whole[0])) == STEPS and (kind == "embedded" or max(epochs(whole[1])) >= 1)
     return stream, whole

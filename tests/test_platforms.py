@@ -112,11 +112,22 @@ def is_text_without_encoding(call: ast.Call) -> bool:
         return len(call.args) < 2
     if name in ("run", "Popen", "check_output") and isinstance(call.func, ast.Attribute):
         return bool(given & {"text", "universal_newlines"})
-    if name not in ("open", "fdopen") or ast.unparse(call.func) in ("os.open", "Image.open", "filesystem.open"):
+    if name not in ("open", "fdopen") or ast.unparse(call.func) in (
+        "os.open",
+        "Image.open",
+        "filesystem.open",
+        "tarfile.open",
+    ):
         return False
     arguments = call.args if isinstance(call.func, ast.Attribute) and name == "open" else call.args[1:]
     modes = [keyword.value for keyword in call.keywords if keyword.arg == "mode"] + arguments[:1]
-    return not any(isinstance(mode, ast.Constant) and "b" in str(mode.value) for mode in modes)
+    return not any(values and all("b" in value for value in values) for values in map(strings_of, modes))
+
+
+def strings_of(mode: ast.expr) -> list[str]:
+    """The mode of a file, of which there may be two: "ab" if there is something else "wb"."""
+    branches = [mode.body, mode.orelse] if isinstance(mode, ast.IfExp) else [mode]
+    return [str(branch.value) for branch in branches if isinstance(branch, ast.Constant)]
 
 
 @pytest.mark.parametrize(

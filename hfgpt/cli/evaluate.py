@@ -9,7 +9,16 @@ from typing import Annotated, Any, Literal
 import typer
 from typer import Argument, Option
 
-from hfgpt.cli.options import AsJson, Precision, path_or_id, whole
+from hfgpt.cli.options import (
+    AsJson,
+    DatasetName,
+    DatasetRevision,
+    DatasetSplit,
+    Precision,
+    TextColumn,
+    path_or_id,
+    whole,
+)
 from hfgpt.cli.output import as_json, as_lines, silence_transformers
 from hfgpt.distributed.launcher import rank_and_world_size
 from hfgpt.errors import UserError
@@ -21,6 +30,15 @@ TEXT_OPTIONS = (
 )
 
 
+TokensDtype = Annotated[
+    Literal["uint16", "uint32", "int32"] | None,
+    Option("--tokens_dtype", help="Type of the ids in token files without a header."),
+]
+TokensColumn = Annotated[
+    str | None, Option("--tokens_column", help="Column that holds lists of token ids, instead of text.")
+]
+
+
 def evaluate(
     context: typer.Context,
     checkpoint: Annotated[str, Argument(parser=path_or_id, help="Folder, or Hub id, of any causal language model.")],
@@ -28,21 +46,12 @@ def evaluate(
         str | None, Option("--dataset", parser=path_or_id, help="File, folder, glob, Hub id or embedded.")
     ] = None,
     task: Annotated[Literal["hellaswag"] | None, Option("--task", help="Score a task instead of a text.")] = None,
-    dataset_name: Annotated[
-        str | None, Option("--dataset_name", help="Configuration (subset) of a Hub dataset.")
-    ] = None,
-    dataset_split: Annotated[str, Option("--dataset_split", help="Split of a Hub dataset.")] = "train",
-    dataset_revision: Annotated[
-        str | None, Option("--dataset_revision", help="Commit, tag or branch of a Hub dataset.")
-    ] = None,
-    text_column: Annotated[str, Option("--text_column", help="Column that holds the text.")] = "text",
-    tokens_dtype: Annotated[
-        Literal["uint16", "uint32", "int32"] | None,
-        Option("--tokens_dtype", help="Type of the ids in token files without a header."),
-    ] = None,
-    tokens_column: Annotated[
-        str | None, Option("--tokens_column", help="Column that holds lists of token ids, instead of text.")
-    ] = None,
+    dataset_name: DatasetName = None,
+    dataset_split: DatasetSplit = "train",
+    dataset_revision: DatasetRevision = None,
+    text_column: TextColumn = "text",
+    tokens_dtype: TokensDtype = None,
+    tokens_column: TokensColumn = None,
     sequence_length: Annotated[
         int | None,
         Option("--sequence_length", parser=whole(1), help="Tokens per window; default: the training length."),

@@ -56,6 +56,10 @@ def number(most: float = 1e15) -> Callable[[str], float]:
     return real
 
 
+DatasetName = Annotated[str | None, Option("--dataset_name", help="Configuration (subset) of a Hub dataset.")]
+DatasetSplit = Annotated[str, Option("--dataset_split", help="Split of a Hub dataset.")]
+DatasetRevision = Annotated[str | None, Option("--dataset_revision", help="Commit, tag or branch of a Hub dataset.")]
+TextColumn = Annotated[str, Option("--text_column", help="Column that holds the text.")]
 AsJson = Annotated[bool, Option("--json", help="Print one JSON object.")]
 Checkpoint = Annotated[Path, Argument(help="Folder of a checkpoint, or of any GPT-2 model.", parser=path)]
 NewFolder = Annotated[Path, Argument(help="New folder for the GPT-2 model.", parser=path)]

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from typer import Argument, Option
 
-from hfgpt.cli.options import AsJson, path, path_or_id, whole
+from hfgpt.cli.options import AsJson, DatasetName, DatasetRevision, DatasetSplit, TextColumn, path, path_or_id, whole
 from hfgpt.cli.output import as_json, as_lines, silence_transformers
 
 
@@ -17,14 +17,10 @@ def tokenize(
     tokenizer: Annotated[
         str, Option("--tokenizer", parser=path_or_id, help="Hub id or folder of the tokenizer.")
     ] = "gpt2",
-    dataset_name: Annotated[
-        str | None, Option("--dataset_name", help="Configuration (subset) of a Hub dataset.")
-    ] = None,
-    dataset_split: Annotated[str, Option("--dataset_split", help="Split of a Hub dataset.")] = "train",
-    dataset_revision: Annotated[
-        str | None, Option("--dataset_revision", help="Commit, tag or branch of a Hub dataset.")
-    ] = None,
-    text_column: Annotated[str, Option("--text_column", help="Column that holds the text.")] = "text",
+    dataset_name: DatasetName = None,
+    dataset_split: DatasetSplit = "train",
+    dataset_revision: DatasetRevision = None,
+    text_column: TextColumn = "text",
     shard_tokens: Annotated[
         int, Option("--shard_tokens", parser=whole(1, 2**31 - 1), help="Tokens in each shard.")
     ] = 100_000_000,

@@ -82,6 +82,7 @@ def model_card(
         training=[
             ("text", text),
             *_source_rows(config, fingerprint),
+            *_ready_tokens(fingerprint),
             *_training_rows(config, fingerprint, trainer, run),
             *_speed_rows(records),
         ],
@@ -194,6 +195,7 @@ def describe_sources(config: dict[str, Any], fingerprint: dict[str, Any]) -> lis
         shares = [f"{100 * float(Fraction(weights[number])):.3g} %" for _, weights in fingerprint.get("weights", [])]
         hub = source.settings["dataset"] if own.get("dataset.commit") else None
         text = _describe_text({"dataset": "", **source.settings}, own)
+        text += f", token ids that were ready ({ready})" if (ready := own.get("dataset.tokens")) else ""
         found.append(DescribedSource(source.name, hub, f"{', then '.join(shares)} of the tokens: {text}"))
     return found
 
@@ -243,6 +245,11 @@ def _result_row(record: dict[str, Any]) -> tuple[str, str]:
         error = record.get(f"{key}_stderr")
         values.append(f"{name} {record[key]:.2%}" + (f" (standard error {error:.2%})" if error is not None else ""))
     return "HellaSwag", f"{_describe_source(record)}, {record['examples']:,} examples: {', '.join(values)}"
+
+
+def _ready_tokens(fingerprint: dict[str, Any]) -> list[tuple[str, str]]:
+    ready = fingerprint.get("dataset.tokens")
+    return [("tokenized", f"before the run: token ids were read ({ready})")] if ready else []
 
 
 def _training_rows(

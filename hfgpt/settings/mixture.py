@@ -115,7 +115,7 @@ def _names(dataset: Sequence[Any]) -> list[str]:
 
 
 def _setting_problems(where: str, settings: dict[str, Any], known: list[str]) -> list[str]:
-    """Return problems with a source's own settings, and expand its path in place."""
+    """Return problems with a source's own settings, and expand its paths in place."""
     problems = []
     for key in [key for key in settings if key not in known]:
         problems.append(f"{where}.{shown(key)}: no such setting of a source; it has {', '.join([*known, *_OWN])}")
@@ -129,10 +129,11 @@ def _setting_problems(where: str, settings: dict[str, Any], known: list[str]) ->
     if "dataset" not in settings:
         problems.append(f"{where}: has no dataset; give a Hub id, file, folder, glob or embedded")
         return problems
-    try:
-        settings["dataset"] = local_path(settings["dataset"])
-    except ValueError as error:
-        problems.append(f"{where}.dataset={shown(settings['dataset'])}: {error}")
+    for key in settings.keys() & {"dataset", "tokenizer"}:
+        try:
+            settings[key] = local_path(settings[key])
+        except ValueError as error:
+            problems.append(f"{where}.{key}={shown(settings[key])}: {error}")
     return problems
 
 

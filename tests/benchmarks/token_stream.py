@@ -2,8 +2,8 @@
 
     python tests/benchmarks/token_stream.py --text texts.parquet --tokenizer gpt2
 
-Writes the tokens of the text into files of several layouts, and reads each as a document stream: local, and by range
-requests from a Hub on loopback. The median of a few rounds is taken, each of which measures all candidates in turn.
+Writes the tokens of the text into files of several layouts, and reads each as a document stream. The median of a few
+rounds is taken, each of which measures all candidates in turn.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 os.environ |= {"RAYON_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from token_files import STATED, files
+import token_files
 
 from hfgpt.data.document_stream import DocumentStream
 from hfgpt.data.encoding import Encoder
@@ -41,6 +41,8 @@ def main() -> None:
     options = parser.parse_args()
     tokenizer = load_tokenizer(options.tokenizer, lambda: (), LENGTH)
     encoder, text = Encoder(tokenizer), open_source(options.text)
+    assert encoder.separator_id is not None
+    token_files.END = encoder.separator_id
     rows = [row for unit in text.units for row in text.read(unit) if isinstance(row, str)]
     documents = [ids for start in range(0, len(rows), 64) for ids in encoder.tokens(rows[start : start + 64])]
     total = sum(map(len, documents))
@@ -49,10 +51,10 @@ def main() -> None:
         candidates: dict[str, Callable[[], int]] = {"tokenizing on the fly": lambda: steps(text, encoder, 2)}
         for layout in options.layouts.split(","):
             (path := Path(folder, layout)).mkdir()
-            for name, content in files(layout, documents * options.repeat).items():
+            for name, content in token_files.files(layout, documents * options.repeat).items():
                 (path / name).parent.mkdir(exist_ok=True)
                 (path / name).write_bytes(content)
-            source = open_source(str(path), **STATED.get(layout, {}))
+            source = open_source(str(path), **token_files.STATED.get(layout, {}))
             source = source.with_vocabulary(vocabulary_of(encoder, options.tokenizer))
             candidates[layout] = lambda source=source: steps(source, encoder, 40)
         measure(candidates, options.rounds)

@@ -215,9 +215,11 @@ def test_named_evaluation_texts_may_be_tokens(tokenizer, pair, documents):
         prepare_data(config, 8)
 
 
-def test_a_run_on_tokens_and_text_resumes_and_is_audited(config, tokenizer, pair):
+def test_a_run_on_tokens_and_text_resumes_and_is_audited(monkeypatch, config, tokenizer, pair):
+    monkeypatch.setenv("OURS", tokenizer)
+
     def build(name, **settings):
-        sources = [{**pair["file"][0], "tokenizer": tokenizer}, pair["text"][1]]
+        sources = [{**pair["file"][0], "tokenizer": "$OURS"}, pair["text"][1]]
         return config(name, dataset=sources, tokenizer="auto", streaming=True, model={**MODEL}, **settings)
 
     whole = trained(build("whole"))
@@ -228,6 +230,8 @@ def test_a_run_on_tokens_and_text_resumes_and_is_audited(config, tokenizer, pair
     assert whole.config.tokenizer == tokenizer
     found = audit(again.folder.path)
     assert not found["problems"] and found["steps_as_recorded"] == found["steps"]
+    card = (again.folder.checkpoint(6) / "README.md").read_text()
+    assert "of the tokens: tokens.bin, token ids that were ready (headerless uint32) |" in card
 
 
 def test_a_given_set_of_tokens_is_trained_on_and_resumed(config, tokenizer, documents):
