@@ -11,10 +11,23 @@ from transformers import PreTrainedTokenizerBase
 
 from hfgpt.config import PretrainConfig
 from hfgpt.distributed.fsdp2 import build_sharded_model
+from hfgpt.errors import UserError
 from hfgpt.model.attention_masks import document_attention
 from hfgpt.model.head_loss import HEAD_CHUNK_SIZE
 from hfgpt.model.modeling_gpt2 import new_model
+from hfgpt.settings.field_types import AUTO
 from hfgpt.training.run import Machine
+
+
+def check_sharding(config: PretrainConfig, machine: Machine) -> None:
+    """Raise UserError for what FSDP2 cannot do."""
+    if machine.is_sharded and machine.precision.name == "fp16":
+        raise UserError("mixed_precision=fp16: loss scaling does not work with FSDP2; use bf16, or DDP")
+    if machine.is_sharded and config.per_device_train_batch_size == AUTO:
+        raise UserError(
+            "per_device_train_batch_size=auto: not possible with FSDP2, where one process cannot run out of memory "
+            "alone; give a number"
+        )
 
 
 def build_model(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import closing
-from functools import partial
 from typing import Any, NoReturn
 
 from transformers import TrainerCallback
@@ -18,14 +17,13 @@ from hfgpt.data.stream import StepBatch, StepText, batch_hash, join_texts, summa
 from hfgpt.distributed.device import peak_memory_bytes
 from hfgpt.distributed.stop_signals import Interrupted, StopSignals
 from hfgpt.errors import RunError, TextEnded, UserError, name_process
-from hfgpt.evaluation.loss import evaluate_named, evaluate_tokens
 from hfgpt.hub.push import push_trained
 from hfgpt.messages.safe_output import safe
 from hfgpt.messages.slow_progress import SlowWork
 from hfgpt.training.attempts import attempts, fit_micro_batch
+from hfgpt.training.evaluating import evaluate
 from hfgpt.training.failures import how_to_continue, saved_on_failure
 from hfgpt.training.non_finite import Step
-from hfgpt.training.out_of_memory import out_of_memory_named
 from hfgpt.training.run import TrainingRun
 from hfgpt.training.saving import note_saved, record_lost_output, record_samples, save, write_report
 from hfgpt.training.setup import prepare
@@ -193,43 +191,6 @@ def log(run: TrainingRun) -> None:
         run.callbacks.report(logs)
     finally:  # even if a callback fails
         run.record(**{"memory_bytes": None, **logs})
-
-
-def evaluate(run: TrainingRun) -> dict[str, Any] | None:
-    """Evaluate the model and record the result. Returns None if a signal interrupted it on any process."""
-    run.non_finite.read()
-    batch_size = run.config.per_device_eval_batch_size or run.step.batch.micro_batch
-    of_tokens = partial(
-        evaluate_tokens,
-        run.step.parallel_model,
-        accelerator=run.machine.accelerator,
-        sequence_length=run.config.sequence_length,
-        batch_size=batch_size,
-        attention=run.step.attention,
-        stop=lambda: any(run.machine.ranks.gather(run.signals.received is not None)),
-    )
-    fix = "use a smaller --per_device_eval_batch_size"
-    with out_of_memory_named(f"in evaluation with batches of {batch_size}", fix):
-        metrics = (
-            evaluate_named(of_tokens, run.data.named_validation)
-            if run.data.named_validation
-            else (of_tokens(run.data.validation, scored_bytes=run.data.validation_bytes))
-        )
-        if metrics is None:
-            return None
-        if run.data.train_sample is not None:
-            if (on_training := of_tokens(run.data.train_sample)) is None:
-                return None
-            metrics |= {"train_eval_loss": on_training["eval_loss"]}
-            metrics["eval_seconds"] += on_training["eval_seconds"]
-    try:
-        run.callbacks.report(metrics)
-        run.callbacks.call("on_evaluate", metrics)
-    finally:  # even if a callback fails
-        is_best = run.progress.note_evaluation(metrics, run.config.metric_for_best_model)
-        run.callbacks.control.should_save |= is_best and run.config.save_best
-        run.record(**metrics)
-    return metrics
 
 
 def evaluate_or_stop(run: TrainingRun) -> None:

@@ -33,7 +33,7 @@ from hfgpt.model.memory import training_memory
 from hfgpt.settings.batch import Batch
 from hfgpt.settings.field_types import AUTO
 from hfgpt.training.batch_size import find_fastest_split, find_recorded_split
-from hfgpt.training.build_model import attention_arguments, build_model
+from hfgpt.training.build_model import attention_arguments, build_model, check_sharding
 from hfgpt.training.callback_handler import Callbacks, callback_arguments
 from hfgpt.training.init_from import initial_weights, resolve_init_from
 from hfgpt.training.lr_schedule import LearningRate
@@ -63,7 +63,7 @@ def prepare(config: PretrainConfig, callbacks: Sequence[TrainerCallback], signal
             accelerator, precision = start_accelerator(config.mixed_precision, config.ddp_timeout)
             ranks.connect()
             machine = Machine(ranks, accelerator, precision, is_sharded)
-            _check_sharding(config, machine)
+            check_sharding(config, machine)
             return _prepare(config, callbacks, signals, machine)
 
 
@@ -196,16 +196,6 @@ def _check_folder(config: PretrainConfig, folder: RunFolder) -> Path | None:
     if config.push_to_hub:
         check_push(config)
     return find_checkpoint(folder, config.resume_from_checkpoint)
-
-
-def _check_sharding(config: PretrainConfig, machine: Machine) -> None:
-    if machine.is_sharded and machine.precision.name == "fp16":
-        raise UserError("mixed_precision=fp16: loss scaling does not work with FSDP2; use bf16, or DDP")
-    if machine.is_sharded and config.per_device_train_batch_size == AUTO:
-        raise UserError(
-            "per_device_train_batch_size=auto: not possible with FSDP2, where one process cannot run out of memory "
-            "alone; give a number"
-        )
 
 
 def _open_text(

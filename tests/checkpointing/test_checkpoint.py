@@ -284,7 +284,7 @@ def test_an_evaluation_that_is_not_finite_is_not_the_best(config, monkeypatch):
     losses = iter([5.0, 3.0, 4.0, nan, 9.0])
     rest = {"eval_bits_per_byte": None, "eval_tokens": 9, "eval_seconds": 1.0}
     monkeypatch.setattr(
-        "hfgpt.training.pretrainer.evaluate_tokens", lambda *_, **__: {"eval_loss": next(losses), **rest}
+        "hfgpt.training.evaluating.evaluate_tokens", lambda *_, **__: {"eval_loss": next(losses), **rest}
     )
     run = trained(config(max_steps=10, eval_steps=2, save_steps=2, save_total_limit=2)).folder
     assert [path.name for path in run.checkpoints()] == ["checkpoint-10", "checkpoint-4"]

@@ -47,7 +47,7 @@ def scripted(monkeypatch):
         def evaluated(*_, **__):
             return {"eval_loss": next(left), "eval_bits_per_byte": None, "eval_tokens": 9, "eval_seconds": 0.1}
 
-        monkeypatch.setattr("hfgpt.training.pretrainer.evaluate_tokens", evaluated)
+        monkeypatch.setattr("hfgpt.training.evaluating.evaluate_tokens", evaluated)
 
     return script
 

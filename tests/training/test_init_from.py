@@ -24,7 +24,7 @@ from hfgpt.checkpointing.audit import audit
 from hfgpt.errors import UserError
 from hfgpt.hub.import_export import export
 from hfgpt.model.modeling_gpt2 import to_parameter_names
-from hfgpt.training.pretrainer import evaluate
+from hfgpt.training.evaluating import evaluate
 
 
 def names_nothing(config):
