@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Annotated
 
 from typer import Argument, Option
 
+from hfgpt.checkpointing import lock
 from hfgpt.cli.options import AsJson, DatasetName, DatasetRevision, DatasetSplit, TextColumn, path, path_or_id, whole
 from hfgpt.cli.output import as_json, as_lines, silence_transformers
+from hfgpt.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+LOCK = ".lock"
 
 
 def tokenize(
@@ -39,6 +48,30 @@ def tokenize(
 
     silence_transformers()
     source = {"dataset": dataset, "name": dataset_name, "split": dataset_split, "revision": dataset_revision}
-    facts = write_shards({**source, "text_column": text_column}, folder, tokenizer, shard_tokens, num_workers)
+    with _locked(folder):
+        facts = write_shards({**source, "text_column": text_column}, folder, tokenizer, shard_tokens, num_workers)
     shown = {key: value for key, value in facts.items() if key not in ("text", "finished")}
     print(as_json(facts) if is_json else as_lines({**shown, "shards": len(facts["shards"]), "folder": folder}, "none"))
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Keep a second `hfgpt tokenize` out of the folder. Raises UserError if there is one, or no folder can be made."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = open(folder / LOCK, "ab+")  # noqa: SIM115 closed below
+    except OSError as error:
+        raise UserError(f"folder={folder}: {error.strerror}; choose a writable folder") from error
+    with closing(file):
+        try:
+            lock.acquire(file)
+        except BlockingIOError:
+            raise UserError(f"folder={folder}: another hfgpt tokenize is writing it; wait for it, or stop it") from None
+        except OSError:  # not every file system has locks
+            logger.warning("%s cannot be locked: do not start a second hfgpt tokenize for it", folder)
+        try:
+            yield
+        finally:
+            (folder / LOCK).unlink()
+            if not any(folder.iterdir()):  # nothing could be written
+                folder.rmdir()

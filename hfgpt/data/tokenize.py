@@ -239,7 +239,7 @@ def _write(path: Path, content: dict[str, Any]) -> None:
 
 def _read_progress(folder: Path, facts: dict[str, Any]) -> _Progress | None:
     """Return what an earlier run wrote, ready to be continued; None if it finished. Raises UserError if it differs."""
-    if not folder.exists() or not any(folder.iterdir()):
+    if not folder.exists() or not any(path for path in folder.iterdir() if not path.name.startswith(".")):
         return _Progress([])
     where = f"folder {folder}"
     if not (folder / SIDECAR).is_file():

@@ -124,3 +124,32 @@ def test_what_does_not_fit_is_refused(tmp_path, tokenizer, text):
     (out / "tokens_train_000001.bin").unlink()
     with pytest.raises(UserError, match=r"tokens_train_000001\.bin is missing or incomplete"):
         tokenize.tokenize(text, out, tokenizer, shard_tokens=500)
+
+
+def test_the_command_keeps_a_second_one_out_of_its_folder(tmp_path, monkeypatch, capsys):
+    from hfgpt.checkpointing import lock
+    from hfgpt.cli.tokenize import LOCK, tokenize
+
+    monkeypatch.setattr("hfgpt.data.tokenize.tokenize", lambda *_: {"shards": {}, "tokens": 0})
+    folder = tmp_path / "shards"
+    tokenize("texts", folder, "tok")
+    assert not folder.exists()  # as nothing was written
+    folder.mkdir()
+    with open(folder / LOCK, "ab+") as other:
+        lock.acquire(other)
+        with pytest.raises(UserError, match="another hfgpt tokenize is writing it"):
+            tokenize("texts", folder, "tok")
+        assert (folder / LOCK).exists()
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(UserError, match="choose a writable folder"):
+        tokenize("texts", tmp_path / "file", "tok")
+
+
+def test_shards_of_another_size_than_recorded_are_refused(tmp_path):
+    from hfgpt.data.formats.tokens.opening import choose_kind
+
+    shard, sidecar = tmp_path / "tokens_train_000001.bin", tmp_path / "hfgpt_tokens.json"
+    shard.write_bytes(bytes(1024 + 2 * 90))
+    sidecar.write_text(json.dumps({"finished": True, "dtype": "uint16", "shards": {shard.name: 100}}))
+    with pytest.raises(UserError, match=r"has 90 tokens, but hfgpt_tokens\.json records 100"):
+        choose_kind([str(shard), str(sidecar)], [], None)

@@ -7,7 +7,9 @@ import os
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from hfgpt.data.file_access import read_file
 from hfgpt.data.formats.tokens import layouts
@@ -54,7 +56,10 @@ def choose_kind(files: list[str], notes: list[str], tokens_dtype: str | None) ->
     """Keep the token files or the files of text, and note the others. Only one kind can be used at once."""
     for file in files:
         if os.path.basename(file) == SIDECAR and "://" not in file:
-            _made_with(os.path.dirname(file), layouts.sidecar_of(os.path.dirname(file), os.path.exists))
+            folder = os.path.dirname(file)
+            sidecar = layouts.sidecar_of(folder, os.path.exists)
+            _made_with(folder, sidecar)
+            _check_counts(folder, sidecar)
     tokens = _choose_token_files(files, tokens_dtype)
     chosen = tokens or [file for file in files if file_kind(file) not in (None, "tokens")]
     others = [file for file in files if file not in {*chosen} and not COMPANION.search(file)]
@@ -62,6 +67,19 @@ def choose_kind(files: list[str], notes: list[str], tokens_dtype: str | None) ->
         what = "text" if tokens else "unmarked tokens"
         notes = [*notes, f"{len(others):,} file{'s' * (len(others) > 1)} of {what} left out: {Path(others[0]).name}"]
     return chosen, notes
+
+
+def _check_counts(folder: str, sidecar: dict[str, Any]) -> None:
+    """Raise BadFile if a shard has not the number of tokens that `hfgpt tokenize` recorded."""
+    shards, dtype = sidecar.get("shards"), str(sidecar.get("dtype"))
+    for name, count in shards.items() if isinstance(shards, dict) and dtype in layouts.DTYPES else ():
+        path, width = os.path.join(folder, name), np.dtype(layouts.DTYPES[dtype]).itemsize
+        if os.path.exists(path):
+            size = os.path.getsize(path) - layouts.HEADER_BYTES
+            if size != count * width:
+                found = size // width
+                fix = "copy it again, or write the shards again with hfgpt tokenize"
+                raise BadFile(f"dataset: {path} has {found:,} tokens, but {SIDECAR} records {count:,}; {fix}")
 
 
 def refuse_token_settings(dataset: str, settings: dict[str, str | None]) -> None:
