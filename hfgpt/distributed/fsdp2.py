@@ -58,8 +58,6 @@ def take_fsdp_request() -> bool:
     ]
     if _is_requested and (version := os.environ.get("FSDP_VERSION", "1")) != "2":
         problems.append(f"fsdp_version: {version} (the default is 1); set fsdp_version: 2")
-    if _is_requested and "RANK" not in os.environ:
-        problems.append("FSDP2 needs a launcher; start with accelerate launch or torchrun, also for one process")
     if problems:
         raise UserError(*problems)
     ignored = [f"{key.lower()} {settings[key]}" for key in FIXED if settings[key].lower() not in ("", FIXED[key])]

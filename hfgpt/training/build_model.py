@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -21,6 +22,8 @@ from hfgpt.training.run import Machine
 
 def check_sharding(config: PretrainConfig, machine: Machine) -> None:
     """Raise UserError for what FSDP2 cannot do."""
+    if machine.is_sharded and not dist.is_initialized():
+        raise UserError("FSDP2 needs a launcher; start with accelerate launch or torchrun, also for one process")
     if machine.is_sharded and machine.precision.name == "fp16":
         raise UserError("mixed_precision=fp16: loss scaling does not work with FSDP2; use bf16, or DDP")
     if machine.is_sharded and config.per_device_train_batch_size == AUTO:
