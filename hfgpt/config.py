@@ -4,50 +4,41 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import re
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from hfgpt.distributed.launcher import rank_and_world_size
 from hfgpt.errors import UserError
 from hfgpt.files import local_path
-from hfgpt.messages.formats import enumerated, shown
-from hfgpt.model.configuration_gpt2 import MODEL_SIZES, model_fields
+from hfgpt.messages.formats import shown
+from hfgpt.model.configuration_gpt2 import MODEL_SIZES
 from hfgpt.settings.batch import Batch
+from hfgpt.settings.checks import (
+    FRACTION,
+    NAME,
+    NOT_NEGATIVE,
+    PATH,
+    POSITIVE,
+    SECONDS,
+    SIZE,
+    SIZE_OR_NONE,
+    WORKERS,
+    find_problems,
+)
 from hfgpt.settings.field_types import AUTO, NO_VALUE, NOT_CONVERTIBLE, convert, describe
-from hfgpt.settings.layers import LENGTHS, GaveWay, drop_of_another, merge_layers, read_flags, stated_size
+from hfgpt.settings.layers import GaveWay, drop_of_another, merge_layers, read_flags, stated_size
 from hfgpt.settings.mixture import OF_SOURCE, Mixture, evaluation_texts, read_mixture
 
 Auto = Literal["auto"]
 Schedule = Literal["cosine_with_min_lr", "warmup_stable_decay", "linear", "constant", "constant_with_warmup"]
-_WITH_MIN_LR = ("cosine_with_min_lr", "warmup_stable_decay")
 # Settings that can only be checked against the text itself.
 OF_THE_TEXT = (
     *("dataset_name", "dataset_split", "dataset_revision", "text_column", "tokens_dtype", "tokens_column"),
     *("eval_dataset", "document_masking"),
 )
-
-
-POSITIVE, NOT_NEGATIVE, FRACTION = "greater than 0", "0 or more", "at least 0 and below 1"
-# For numbers that are multiplied or divided in float32 on the device: the product or ratio of any two stays finite.
-SIZE, SIZE_OR_NONE = "from 1e-30 to 1e15", "0, or from 1e-30 to 1e15"
-SECONDS = "from 0.001 to 1e9"  # the range that clocks and timeouts accept
-WORKERS = "from 0 to 1024"
-NAME, PATH = "not empty", "a path"
-_RULES: dict[str, Callable[[Any], bool]] = {
-    POSITIVE: lambda value: 0 < value < math.inf,
-    NOT_NEGATIVE: lambda value: 0 <= value < math.inf,
-    FRACTION: lambda value: 0 <= value < 1,
-    SIZE: lambda value: 1e-30 <= value <= 1e15,
-    SIZE_OR_NONE: lambda value: value == 0 or 1e-30 <= value <= 1e15,
-    SECONDS: lambda value: 1e-3 <= value <= 1e9,
-    WORKERS: lambda value: 0 <= value <= 1024,
-    NAME: bool,
-}
 MOST_CANDIDATES = 2**14  # most sizes tried to find some that fit
 
 
@@ -214,7 +205,7 @@ class PretrainConfig:
             if getattr(self, name) == AUTO and self.init_from is None:
                 object.__setattr__(self, name, usual)
                 object.__setattr__(self, "usual", self.usual | {name})
-        if problems := problems + self._problems(unreadable):
+        if problems := problems + find_problems(self, unreadable):
             raise UserError(*problems)
 
     @classmethod
@@ -309,10 +300,10 @@ class PretrainConfig:
     @property
     def evaluation_texts(self) -> dict[str, dict[str, Any]]:
         """The settings of each named evaluation text; empty if `eval_dataset` is not a mapping."""
-        return self._evaluation_texts[0]
+        return self.checked_evaluation_texts[0]
 
     @functools.cached_property
-    def _evaluation_texts(self) -> tuple[dict[str, dict[str, Any]], list[str]]:
+    def checked_evaluation_texts(self) -> tuple[dict[str, dict[str, Any]], list[str]]:
         known = [spec.name for spec in dataclasses.fields(self)]
         return evaluation_texts(self.eval_dataset, known) if isinstance(self.eval_dataset, dict) else ({}, [])
 
@@ -382,110 +373,3 @@ class PretrainConfig:
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
-
-    def _problems(self, unreadable: set[str]) -> list[str]:
-        problems = []
-        for spec in dataclasses.fields(self):
-            must, value = spec.metadata["must"], getattr(self, spec.name)
-            is_checked = value is not None and isinstance(value, str) == (must == NAME)  # "auto" is not a number
-            if must not in (None, PATH) and is_checked and not _RULES[must](value):
-                problems.append(f"{spec.name}={value}: must be {must}")
-        sizes_fine = not problems
-        return (
-            problems
-            + self._find_mixture_problems()
-            + self._find_conflicts(unreadable, sizes_fine)
-            + self._find_size_problems(unreadable, sizes_fine)
-        )
-
-    def _find_mixture_problems(self) -> list[str]:
-        """Find what is wrong with the sources of a mixture, its stages, and named evaluation texts."""
-        problems = list(self._evaluation_texts[1])
-        metrics = [f"eval_{kind}" for kind in ("loss", "perplexity", "bits_per_byte")]
-        mixture, named = self.mixture, list(self.evaluation_texts)
-        if mixture is None:
-            if self.stages is not None:
-                problems.append("stages: only for a mixture; give dataset as a list of sources, or leave it out")
-        else:
-            problems += mixture.problems
-            if self.eval_dataset is None:
-                named = [source.name for source in mixture.sources]
-            for key in set(OF_SOURCE) & set(self.__dataclass_fields__) - {"dataset", "tokenizer"}:
-                if (value := getattr(self, key)) != self.__dataclass_fields__[key].default:
-                    problems.append(f"{key}={shown(value)}: dataset is a list; set it in the source that it is for")
-            tokenizers = [self.tokenizer.removeprefix("openai-community/")]
-            if len(names := list(dict.fromkeys(tokenizers + self.source_tokenizers))) > 1:
-                problems.append(f"tokenizer: {enumerated(names)} differ; a mixture has one tokenizer for all sources")
-            if self.num_train_epochs is not None:
-                problems.append(
-                    f"num_train_epochs={self.num_train_epochs}: a mixture has no epoch in common; set max_steps or "
-                    "max_tokens, and max_epochs of a source"
-                )
-        known = metrics + [f"{metric}/{name}" for metric in metrics for name in named]
-        if self.metric_for_best_model not in known:
-            problems.append(f"metric_for_best_model={self.metric_for_best_model}: must be one of {', '.join(known)}")
-        return problems
-
-    def _find_conflicts(self, unreadable: set[str], sizes_fine: bool) -> list[str]:
-        """Find settings that contradict each other."""
-        problems = []
-        lengths = [key for key in LENGTHS if getattr(self, key) is not None]
-        if len(lengths) != 1 and unreadable.isdisjoint(LENGTHS):
-            few = f"no length is given: set one of {', '.join(LENGTHS)}"
-            every = "both" if len(lengths) == 2 else "all"
-            problems.append(f"{enumerated(lengths)} are {every} given; keep one" if lengths else few)
-        if self.min_learning_rate is not None:
-            if self.lr_scheduler_type not in _WITH_MIN_LR:
-                problems.append(
-                    f"min_learning_rate={self.min_learning_rate}: not used by lr_scheduler_type="
-                    f"{self.lr_scheduler_type}; leave it out, or use {' or '.join(_WITH_MIN_LR)}"
-                )
-            elif sizes_fine and not 0 <= self.min_learning_rate <= self.learning_rate:
-                problems.append(
-                    f"min_learning_rate={self.min_learning_rate}: must be 0 to learning_rate={self.learning_rate}"
-                )
-        if self.muon_learning_rate is not None and self.optim != "muon":
-            problems.append(f"muon_learning_rate={self.muon_learning_rate}: only used with optim=muon; leave it out")
-        if sizes_fine and self.ddp_timeout <= self.stream_timeout:
-            problems.append(
-                f"ddp_timeout={self.ddp_timeout:g}: must be above stream_timeout={self.stream_timeout:g}, since the "
-                "other processes wait while one retries reading"
-            )
-        if self.per_device_train_batch_size == AUTO and (
-            self.tokens_per_step is None or self.gradient_accumulation_steps is not None
-        ):
-            problems.append(
-                "per_device_train_batch_size=auto: needs tokens_per_step, and no gradient_accumulation_steps"
-            )
-        if self.init_from is not None and self.tokenizer.startswith("bpe-"):
-            problems.append(
-                f"tokenizer={self.tokenizer}: a newly trained tokenizer does not fit the weights of init_from="
-                f"{self.init_from}; leave it out, or give a tokenizer folder"
-            )
-        if not self.eval_steps:
-            wanted = [key for key in ("eval_train", "early_stopping_patience", "save_best") if getattr(self, key)]
-            problems += [f"{key}: nothing is evaluated with eval_steps=0; set eval_steps" for key in wanted]
-        if self.lr_scheduler_type == "constant" and self.warmup_steps:
-            problems.append(
-                f"warmup_steps={self.warmup_steps}: lr_scheduler_type=constant has no warm-up; use constant_with_warmup"
-            )
-        return problems
-
-    def _find_size_problems(self, unreadable: set[str], sizes_fine: bool) -> list[str]:
-        """Find sizes that do not fit the model or the number of processes."""
-        problems: list[str] = []
-        try:
-            n_positions = math.inf if self.model == AUTO else model_fields(self.model).get("n_positions", 1024)
-            if self.sequence_length > n_positions and "sequence_length" not in unreadable:
-                problems.append(
-                    f"sequence_length={self.sequence_length} is above the model's n_positions={n_positions}; "
-                    f'shorten it, or set --model \'{{"size": .., "n_positions": {self.sequence_length}}}\''
-                )
-        except UserError as error:
-            problems += error.problems
-        if sizes_fine:
-            try:
-                self.batch(rank_and_world_size()[1])
-            except UserError as error:
-                problems += error.problems
-        return problems
