@@ -32,8 +32,8 @@ from hfgpt.cli.output import as_json_line
 from hfgpt.data.document_stream import DocumentStream
 from hfgpt.data.encoding import Encoder
 from hfgpt.data.loader import iterate
+from hfgpt.data.open_source import open_source
 from hfgpt.data.remote import model_files
-from hfgpt.data.sources import open_source
 from hfgpt.data.tokenization import load_tokenizer
 from hfgpt.distributed import launcher
 from hfgpt.distributed.stop_signals import StopSignals, stop_signals
@@ -395,7 +395,7 @@ def test_ctrl_break_stops_as_ctrl_c_does(monkeypatch):
 FOLLOWER = """
 import os, signal, sys, time
 import psutil
-from hfgpt.data.sources import open_source
+from hfgpt.data.open_source import open_source
 from hfgpt.data.tokenization import load_tokenizer
 from hfgpt.distributed import launcher
 launcher.WINDOWS = sys.argv[2] == "win32"

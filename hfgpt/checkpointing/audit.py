@@ -16,7 +16,7 @@ from hfgpt.data.document_stream import DocumentStream
 from hfgpt.data.loader import iterate
 from hfgpt.data.mixture import MixedStream
 from hfgpt.data.run_text import prepare_data_of_run
-from hfgpt.data.sources import text_hash
+from hfgpt.data.source import text_hash
 from hfgpt.data.stream import Origin, StepBatch, Stream, UnitNumber, is_hash_of
 from hfgpt.data.units import Unusable
 from hfgpt.errors import UserError

@@ -1,8 +1,9 @@
 """From a text to batches of tokens. Each stage knows only the one before it:
 
-sources.py         opens a text by name: local files, a Hub dataset, or the embedded text, as units read independently
+open_source.py     opens a text by name: local files, a Hub dataset, or the embedded text
+source.py          the open text: units that are read independently, and their documents
 formats/           what a file contains: units, and the rows of a unit. New file formats go here
-held_out.py        which part is validation text
+held_out.py        which part is validation text; eval_source.py if it is another text
 tokenization.py    the tokenizer; encoding.py turns documents into ids
 memory_blocks.py   blocks of a text in memory; document_stream.py does it for a text of any size
 mixture.py         exact shares of several of these

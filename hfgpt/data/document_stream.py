@@ -16,7 +16,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 from hfgpt.data.encoding import Encoder
 from hfgpt.data.formats import format_of
 from hfgpt.data.permutation import hashes, permutation
-from hfgpt.data.sources import Source
+from hfgpt.data.source import Source
 from hfgpt.data.stream import SHOWN_TOKENS, Decode, Origin, StepBatch, UnitNumber, divisors, join_batches
 from hfgpt.data.threads import start_together
 from hfgpt.data.units import IN_MEMORY_BYTES, Row, Unit, Unusable

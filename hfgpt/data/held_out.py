@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import glob
 import os
 import re
 from collections import Counter
@@ -15,15 +14,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hfgpt.config import PretrainConfig
-from hfgpt.data import embedded
+from hfgpt.data.eval_source import open_eval_source, source_options
 from hfgpt.data.file_hashes import is_earlier_hash
-from hfgpt.data.formats import format_of
-from hfgpt.data.formats.given import find_given
-from hfgpt.data.formats.tokens.column import has_token_columns
-from hfgpt.data.kinds import file_kind
-from hfgpt.data.local_files import local_files, no_such_file
-from hfgpt.data.saved_datasets import saved_splits
-from hfgpt.data.sources import NOT_EARLIER, Earlier, Source, open_source, read_documents, text_hash
+from hfgpt.data.open_source import Earlier, open_source
+from hfgpt.data.source import Source, read_documents, text_hash
 from hfgpt.data.units import IN_MEMORY_BYTES, Row, Unit, Unusable
 from hfgpt.errors import UserError
 
@@ -86,7 +80,7 @@ def hold_out(
         # A document has at least one token, so these are enough documents.
         enough = None if config.eval_tokens is None else config.eval_tokens + 1
         earlier, skipped = Earlier(hashes=saved_rule is not None and is_earlier_hash(saved_rule)), Counter[str]()
-        eval_source = _open_eval_source(config.eval_dataset, source, config, earlier)
+        eval_source = open_eval_source(config.eval_dataset, source, config, earlier)
         eval_source = readable(eval_source, f"eval_dataset={config.eval_dataset}")
         validation = list(islice(read_documents(eval_source, eval_source.units, skipped), enough))
         rule = f"eval_dataset {eval_source.fingerprint.get('hash', config.eval_dataset)}"
@@ -114,7 +108,7 @@ def open_evaluation_text(
     skipped, enough = Counter[str](), None if config.eval_tokens is None else config.eval_tokens + 1
     try:
         if source is not None and settings.keys() == {"dataset"}:
-            opened = _open_eval_source(settings["dataset"], source, config)
+            opened = open_eval_source(settings["dataset"], source, config)
         else:
             own = config.of_text(settings)
             assert isinstance(own.dataset, str)  # noqa: S101
@@ -127,46 +121,6 @@ def open_evaluation_text(
     fingerprint = opened.fingerprint
     rule = f"eval_dataset {fingerprint.get('hash') or [fingerprint.get(key) for key in ('dataset', 'split', 'commit')]}"
     return HeldOut(validation, rule, opened.description, [], [], skipped=skipped)
-
-
-def source_options(config: PretrainConfig) -> dict[str, Any]:
-    return {
-        "text_column": config.text_column,
-        "patience_seconds": config.stream_timeout,
-        "skip_bad_files": config.on_bad_files == "skip",
-        "tokens_dtype": config.tokens_dtype,
-        "tokens_column": config.tokens_column,
-    }
-
-
-def _open_eval_source(
-    eval_dataset: str, source: Source, config: PretrainConfig, as_earlier: Earlier = NOT_EARLIER
-) -> Source:
-    """Open the evaluation text: local files, the embedded text, or another split of the training text's Hub dataset."""
-    options = source_options(config)
-    if find_given(eval_dataset) is not None:
-        return open_source(eval_dataset, **options)
-    if isinstance(config.dataset, str) and eval_dataset in saved_splits(config.dataset):
-        return open_source(config.dataset, split=eval_dataset, **options)
-    is_path = os.path.exists(os.path.expanduser(eval_dataset)) or glob.has_magic(eval_dataset)
-    try:
-        if not (source.is_local or is_path or eval_dataset == embedded.NAME):
-            revision = source.fingerprint["commit"]
-            assert isinstance(config.dataset, str)  # noqa: S101
-            return open_source(config.dataset, config.dataset_name, eval_dataset, revision, **options)
-        files = ([], []) if eval_dataset == embedded.NAME else local_files(eval_dataset)
-        if files is None and "/" not in eval_dataset:
-            raise no_such_file(eval_dataset)  # the name of a split, but local text has no splits
-        if files:  # the settings apply to the training text
-            if not any(format_of(file).HAS_COLUMNS for file in files[0]):
-                options["text_column"] = "text"
-            if not any(map(has_token_columns, files[0])):
-                options["tokens_column"] = None
-            if not any(file_kind(file) in (None, "tokens") for file in files[0]):
-                options["tokens_dtype"] = None
-        return open_source(eval_dataset, **options, as_earlier=as_earlier)
-    except UserError as error:
-        raise UserError(re.sub("^dataset(_split)?", "eval_dataset", str(error))) from error
 
 
 def _hold_out_named(source: Source, documents: list[Row] | None, eval_tokens: int | None) -> HeldOut:

@@ -19,12 +19,14 @@ from transformers import PreTrainedTokenizerFast
 from hfgpt.config import PretrainConfig
 from hfgpt.data.document_stream import DocumentStream
 from hfgpt.data.encoding import Document, Encoder, describe_skipped, first_documents, first_tokens
-from hfgpt.data.held_out import HeldOut, hold_out, no_documents, source_options
+from hfgpt.data.eval_source import source_options
+from hfgpt.data.held_out import HeldOut, hold_out, no_documents
 from hfgpt.data.memory_blocks import MemoryBlocks
 from hfgpt.data.mixture import MixedStream
+from hfgpt.data.open_source import Earlier, open_source
 from hfgpt.data.permutation import permutation
 from hfgpt.data.run_tokenizer import RunTokenizer
-from hfgpt.data.sources import Earlier, Source, open_source, read_documents, read_shuffled, text_hash
+from hfgpt.data.source import Source, read_documents, read_shuffled, text_hash
 from hfgpt.data.units import IN_MEMORY_BYTES, Row
 from hfgpt.errors import UserError
 from hfgpt.messages.formats import counted

@@ -1,4 +1,4 @@
-"""Read whole rows of small files, with all their columns. (Training text is read by `hfgpt.data.sources`.)"""
+"""Read whole rows of small files, with all their columns. (Training text is read by `hfgpt.data.source`.)"""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from hfgpt.config import PretrainConfig
 from hfgpt.data.encoding import Encoder, make_repeatable
 from hfgpt.data.remote import check_hub, model_files
-from hfgpt.data.sources import Source
+from hfgpt.data.source import Source
 from hfgpt.data.token_tokenizer import choose_tokenizer, hashes_of_copies, refuse_trained, vocabulary_of
 from hfgpt.data.tokenization import load_tokenizer
 from hfgpt.data.units import Row

@@ -10,7 +10,7 @@ import numpy as np
 from hfgpt.config import PretrainConfig
 from hfgpt.data.encoding import Encoder
 from hfgpt.data.formats.tokens.reading import Vocabulary
-from hfgpt.data.sources import Source, text_hash
+from hfgpt.data.source import Source, text_hash
 from hfgpt.data.units import Row
 from hfgpt.errors import UserError
 

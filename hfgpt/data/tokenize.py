@@ -20,8 +20,9 @@ import numpy as np
 
 from hfgpt.data.encoding import Encoder, make_repeatable
 from hfgpt.data.held_out import no_documents
+from hfgpt.data.open_source import Earlier, open_source
 from hfgpt.data.remote import check_hub
-from hfgpt.data.sources import Earlier, Source, open_source, read_documents
+from hfgpt.data.source import Source, read_documents
 from hfgpt.data.token_names import SIDECAR
 from hfgpt.data.token_tokenizer import refuse_trained
 from hfgpt.data.tokenization import load_tokenizer, save_tokenizer

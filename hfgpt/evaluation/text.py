@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from hfgpt.data.encoding import Document, Encoder
-from hfgpt.data.sources import open_source, read_documents
+from hfgpt.data.open_source import open_source
+from hfgpt.data.source import read_documents
 from hfgpt.data.token_tokenizer import vocabulary_of
 from hfgpt.data.units import Row
 from hfgpt.errors import UserError

@@ -128,7 +128,7 @@ def tokenizer() -> Path:
 
 
 def measure_local(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    from hfgpt.data.sources import open_source
+    from hfgpt.data.open_source import open_source
 
     line = json.dumps({"text": "some text " * 50}).encode() + b"\n"
     (folder / "local").mkdir()

@@ -32,7 +32,8 @@ from hfgpt.config import PretrainConfig
 from hfgpt.data import prepare_data
 from hfgpt.data.document_stream import DocumentStream
 from hfgpt.data.loader import iterate
-from hfgpt.data.sources import Source, open_source
+from hfgpt.data.open_source import open_source
+from hfgpt.data.source import Source
 from hfgpt.data.tokenization import load_tokenizer, save_tokenizer
 
 LENGTH, BLOCKS = 1024, 8

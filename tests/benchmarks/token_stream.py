@@ -24,7 +24,8 @@ import token_files
 
 from hfgpt.data.document_stream import DocumentStream
 from hfgpt.data.encoding import Encoder
-from hfgpt.data.sources import Source, open_source
+from hfgpt.data.open_source import open_source
+from hfgpt.data.source import Source
 from hfgpt.data.token_tokenizer import vocabulary_of
 from hfgpt.data.tokenization import load_tokenizer
 

@@ -74,7 +74,7 @@ def test_what_is_not_as_recorded_is_found(tmp_path, document_folder):
 def test_repeats_and_leaks_of_a_faulty_stream_are_found(tmp_path, document_folder, monkeypatch):
     """A stream that repeats a document, and one that trains on held-out text, agree with their own ledgers."""
     from hfgpt.data import document_stream as stream
-    from hfgpt.data.sources import Source
+    from hfgpt.data.source import Source
 
     real = stream.permutation
     monkeypatch.setattr(stream, "permutation", lambda count, *keys: real(count, *keys) // 2 * 2)

@@ -24,8 +24,8 @@ from hfgpt.data.document_stream import DocumentStream, _read
 from hfgpt.data.encoding import Encoder
 from hfgpt.data.formats import parquet
 from hfgpt.data.loader import iterate
+from hfgpt.data.open_source import open_source
 from hfgpt.data.remote import read_with_retries, take_retries
-from hfgpt.data.sources import open_source
 from hfgpt.data.stream import join_batches
 from hfgpt.data.units import Unusable
 from hfgpt.errors import RunError, UserError

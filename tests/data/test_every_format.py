@@ -16,10 +16,10 @@ import pyarrow as pa
 import pyarrow.feather
 import pyarrow.parquet as pq
 import pytest
-from test_sources import read
+from test_open_source import read
 
 from hfgpt.data.formats import arrow, borders, inspect_file, spans
-from hfgpt.data.sources import open_source
+from hfgpt.data.open_source import open_source
 from hfgpt.errors import UserError
 
 ODD = [

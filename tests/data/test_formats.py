@@ -9,9 +9,9 @@ import os
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from test_sources import read, write_jsonl, write_parquet
+from test_open_source import read, write_jsonl, write_parquet
 
-from hfgpt.data.sources import open_source
+from hfgpt.data.open_source import open_source
 from hfgpt.errors import UserError
 
 ROWS = [{"text": f"good row {n}", "tags": {"n": n}} for n in range(25)]

@@ -10,7 +10,7 @@ import pytest
 from forked import FORK, completed
 from hub_server import HubServer
 from test_every_format import FILES, GOOD
-from test_sources import read
+from test_open_source import read
 from test_stream import assert_same, take
 
 from hfgpt import Pretrainer
@@ -18,7 +18,7 @@ from hfgpt.checkpointing.audit import audit
 from hfgpt.data.document_stream import DocumentStream
 from hfgpt.data.encoding import Encoder
 from hfgpt.data.formats import arrow, borders, spans
-from hfgpt.data.sources import open_source
+from hfgpt.data.open_source import open_source
 from hfgpt.data.tokenization import load_tokenizer
 from hfgpt.errors import UserError
 
@@ -121,7 +121,7 @@ def test_unusable_given_sets_are_refused_in_one_line(config):
 CLIENT = """
 import json, sys
 from collections import Counter
-from hfgpt.data.sources import open_source
+from hfgpt.data.open_source import open_source
 from hfgpt.data.units import Unusable
 
 for options in json.loads(sys.argv[1]):

@@ -26,7 +26,7 @@ from hfgpt.data import opening, prepare_data, threads
 from hfgpt.data.file_hashes import hash_files
 from hfgpt.data.formats import parquet
 from hfgpt.data.loader import iterate
-from hfgpt.data.sources import Earlier, open_source
+from hfgpt.data.open_source import Earlier, open_source
 from hfgpt.data.stream import StepBatch, batch_hash, hash_blocks, join_batches, join_texts, summarize
 from hfgpt.data.tokenization import load_tokenizer, save_tokenizer
 from hfgpt.data.units import Unit

@@ -24,9 +24,10 @@ from hfgpt.data.document_stream import DocumentStream
 from hfgpt.data.encoding import Encoder
 from hfgpt.data.loader import iterate
 from hfgpt.data.memory_blocks import MemoryBlocks
+from hfgpt.data.open_source import open_source
 from hfgpt.data.permutation import permutation
 from hfgpt.data.position import resumed_position
-from hfgpt.data.sources import open_source, text_hash
+from hfgpt.data.source import text_hash
 from hfgpt.data.stream import merge_positions
 from hfgpt.data.tokenization import load_tokenizer
 from hfgpt.errors import UserError

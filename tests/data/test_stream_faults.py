@@ -290,7 +290,7 @@ def test_each_footer_is_fetched_once_however_many_files_there_are(tmp_path):
     files = {f"data/{n:03}.parquet": parquet(documents(30 * n, 30)) for n in range(40)}
     code = """
 import json, sys
-from hfgpt.data.sources import open_source
+from hfgpt.data.open_source import open_source
 source = open_source("user/many")
 for unit in source.units[::-1] + source.units:
     source.read(unit)

@@ -17,7 +17,7 @@ from hfgpt.data.encoding import Encoder
 from hfgpt.data.formats.tokens import reading
 from hfgpt.data.formats.tokens.reading import Vocabulary
 from hfgpt.data.loader import iterate
-from hfgpt.data.sources import open_source
+from hfgpt.data.open_source import open_source
 from hfgpt.data.tokenization import load_tokenizer, save_tokenizer
 from hfgpt.errors import UserError
 

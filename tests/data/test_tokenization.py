@@ -15,7 +15,7 @@ from tokenizers import pre_tokenizers
 
 from hfgpt.data.encoding import Encoder
 from hfgpt.data.fast_encoding import SAMPLE, fast_encoding
-from hfgpt.data.sources import open_source
+from hfgpt.data.open_source import open_source
 from hfgpt.data.tokenization import load_tokenizer, save_tokenizer
 from hfgpt.errors import UserError
 

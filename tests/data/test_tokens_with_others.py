@@ -21,8 +21,8 @@ from hfgpt.data.encoding import Encoder
 from hfgpt.data.formats import arrow
 from hfgpt.data.formats.given import TRAINING, given_datasets
 from hfgpt.data.formats.tokens.reading import Vocabulary
+from hfgpt.data.open_source import open_source
 from hfgpt.data.position import SOURCE
-from hfgpt.data.sources import open_source
 from hfgpt.data.tokenization import load_tokenizer, save_tokenizer
 from hfgpt.data.units import Unusable
 from hfgpt.errors import UserError

@@ -5,7 +5,7 @@ and `KNOWN` in `hfgpt/data/kinds.py` (and out of `OTHER_KINDS`, if it is there);
 bytes of every file. `spans.py` splits files of lines, `borders.py` those whose rows only reading from the start finds.
 
 A reader splits a file into units, and a unit into rows. It knows nothing of held-out documents, shuffling, or the order
-of a stream; these see only units and rows. There are two exceptions: for a stream, `sources.py` splits plain text into
+of a stream; these see only units and rows. There are two exceptions: for a stream, `source.py` splits plain text into
 more documents, and for tasks, `rows.py` reads whole rows of json, jsonl and parquet files.
 """
 

@@ -18,7 +18,7 @@ from hfgpt.data import embedded
 from hfgpt.data.embedded import embedded_documents
 from hfgpt.data.formats import spans
 from hfgpt.data.formats import text as text_format
-from hfgpt.data.sources import open_source
+from hfgpt.data.open_source import open_source
 from hfgpt.data.units import Unusable
 from hfgpt.errors import UserError
 
