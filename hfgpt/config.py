@@ -30,7 +30,7 @@ from hfgpt.settings.checks import (
 )
 from hfgpt.settings.field_types import AUTO, NO_VALUE, NOT_CONVERTIBLE, convert, describe
 from hfgpt.settings.layers import GaveWay, drop_of_another, merge_layers, read_flags, stated_size
-from hfgpt.settings.mixture import OF_SOURCE, Mixture, evaluation_texts, read_mixture
+from hfgpt.settings.mixture import OF_SOURCE, Mixture, evaluation_texts, read_mixture, with_numbers
 
 Auto = Literal["auto"]
 Schedule = Literal["cosine_with_min_lr", "warmup_stable_decay", "linear", "constant", "constant_with_warmup"]
@@ -153,7 +153,9 @@ class PretrainConfig:
     max_failed_saves: int = _f(
         3, "end the run after this many failed checkpoints in a row (a full disk, say)", POSITIVE
     )
-    resume_from_checkpoint: str = _f("never", "checkpoint folder, latest (if there is one), or never", PATH)
+    resume_from_checkpoint: str | None = _f(
+        "never", "latest (if there is one), best, checkpoint-N of this run, a checkpoint folder, or never", PATH
+    )
     accept_changed_text: bool = _f(False, "resume even if text, tokenizer, seed or step size changed")
     on_bad_files: Literal["stop", "skip"] = _f(
         "stop", "for a file that cannot be read: end the run, or skip the file and count it"
@@ -197,6 +199,8 @@ class PretrainConfig:
                     object.__setattr__(self, spec.name, local_path(path))
                 except ValueError as error:
                     problems.append(f"{spec.name}={shown(path)}: {error}")
+        for name in ("dataset", "stages"):
+            object.__setattr__(self, name, with_numbers(getattr(self, name)))
         if not self.metric_for_best_model.startswith("eval_"):
             object.__setattr__(self, "metric_for_best_model", f"eval_{self.metric_for_best_model}")
         if self.tokenizer == AUTO and self.source_tokenizers:  # token files have one already

@@ -42,6 +42,8 @@ def test_a_mixture_in_yaml_over_a_recipe(tmp_path):
     assert [step for step, _ in config.mixture.schedule(10**6)] == [0, 9000]
     assert [step for step, _ in config.mixture.schedule(10**6, 8000, 8 * 10**9 + 1)] == [8000, 9000]
     assert [step for step, _ in config.mixture.schedule(10**6, 9500, 95 * 10**8)] == [9500]
+    numbers = [config.dataset[2]["weight"], config.stages[0]["until_tokens"], config.stages[1]["weights"]]
+    assert numbers == [0.1, 9 * 10**9, [0.2, 0.3, 0.5]]  # YAML 1.1 takes 1e-1 and 9e9 for text
     own = config.of_text(config.mixture.sources[0].settings)
     assert (own.dataset, own.dataset_name) == ("HuggingFaceFW/fineweb-edu", "sample-10BT")
 
@@ -79,6 +81,15 @@ def test_all_problems_are_named_at_once():
         "dataset: all weights are 0; give one a weight above 0"
     ]
     assert "1 of 2 sources have a weight" in problems_of(dataset=[AB[0], "b"])[0]
+    for one in (
+        {"dataset": [{**AB[0], "weight": "x"}, AB[1]]},
+        {"dataset": [{"dataset": "a", "wieght": 1}, AB[1]]},
+        {"dataset": [{"datset": "a", "weight": 1}, AB[1]]},
+        {"dataset": [{**AB[0], "name": "b"}, AB[1]], "stages": [{"weights": {"a": 1}}]},
+        {"eval_dataset": {"a": {"datset": "a"}}},
+        {"dataset": [{"dataset": None, "weight": 1}, AB[1]]},
+    ):
+        assert len(problems_of(**one)) == 1, problems_of(**one)
     stages = [{"until_tokens": 9}, {"weights": [1]}, {"until_tokens": 5, "weights": {"c": 1}}, {"weights": [0, 0]}]
     found = problems_of(dataset=AB, stages=stages)
     for words in (

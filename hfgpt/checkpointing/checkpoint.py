@@ -191,21 +191,25 @@ def find_damage(folder: Path, required: Sequence[str] = REQUIRED) -> str | None:
     return None
 
 
-def find_checkpoint(run: RunFolder, wanted: str) -> Path | None:
-    """Return the checkpoint to resume from: `wanted` is a folder, "latest" or "never"; None to start at step 1.
+def find_checkpoint(run: RunFolder, wanted: str | None) -> Path | None:
+    """Return the checkpoint to resume from, None to start at step 1.
+
+    `wanted`: "never" or None, "latest", "best", the name of a checkpoint of the run, or a folder.
 
     Raises UserError for a folder that is not a complete checkpoint, and for a run folder that would be overwritten.
     """
     if wanted == "latest":
         return _find_latest(run)
-    if wanted == "never":
+    if wanted in (None, "never"):
         if run.holds_run():
             raise UserError(
                 f"output_dir={run.path} already holds a run; continue it with --resume_from_checkpoint latest, or "
                 "choose another output_dir"
             )
         return None
-    folder = follow(wanted)
+    own = follow(run.path / (BEST if wanted == "best" else wanted))
+    folder = own if Path(wanted).name == wanted and own.is_dir() else follow(wanted)
+    folder = folder.resolve() if folder.name in (LATEST, BEST) else folder
     if not folder.is_dir():
         known = ", ".join(path.name for path in run.checkpoints()) or "none"
         raise UserError(f"resume_from_checkpoint={wanted}: no such folder; checkpoints in {run.path}: {known}")

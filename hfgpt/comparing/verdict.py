@@ -88,9 +88,10 @@ def _tokens_line(pair: dict[str, Any]) -> str:
         outcome = f"different result from step {result['from_step']} on ({key} {result['a']:.6g} and {result['b']:.6g})"
     elif result:
         largest = result["largest_part"]
-        how = f": losses differ by {largest:.1g} of their value at most, which is rounding"
-        how = ": every recorded loss is equal" if largest == 0 else how if largest < 1e-5 else " within noise"
-        outcome = f"same result{how}"
+        how = f": training losses differ by {largest:.1g} of their value at most, which is rounding"
+        equal = ": every training loss that both recorded is equal"
+        how = equal if largest == 0 else how if largest < 1e-5 else " within noise"
+        outcome = f"same result{'' if same['equal'] else ' until then'}{how}"
     until = "" if same["equal"] else f" up to step {same['step'] - 1}, others from step {same['step']} on"
     return f"same tokens{until}, {outcome}"
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import glob
 import os
 import re
@@ -33,14 +35,17 @@ def source_options(config: PretrainConfig) -> dict[str, Any]:
 def open_eval_source(
     eval_dataset: str, source: Source, config: PretrainConfig, as_earlier: Earlier = NOT_EARLIER
 ) -> Source:
-    """Open the evaluation text: local files, the embedded text, or another split of the training text's Hub dataset."""
+    """Open the evaluation text: local files, the embedded text, or another split of the training text's Hub dataset.
+
+    If the training text is a column of tokens, it is such a column, or else text.
+    """
     options = source_options(config)
-    if find_given(eval_dataset) is not None:
-        return open_source(eval_dataset, **options)
-    if isinstance(config.dataset, str) and eval_dataset in saved_splits(config.dataset):
-        return open_source(config.dataset, split=eval_dataset, **options)
     is_path = os.path.exists(os.path.expanduser(eval_dataset)) or glob.has_magic(eval_dataset)
     try:
+        if find_given(eval_dataset) is not None:
+            return open_source(eval_dataset, **options)
+        if isinstance(config.dataset, str) and eval_dataset in saved_splits(config.dataset):
+            return open_source(config.dataset, split=eval_dataset, **options)
         if not (source.is_local or is_path or eval_dataset == embedded.NAME):
             revision = source.fingerprint["commit"]
             assert isinstance(config.dataset, str)  # noqa: S101
@@ -57,4 +62,7 @@ def open_eval_source(
                 options["tokens_dtype"] = None
         return open_source(eval_dataset, **options, as_earlier=as_earlier)
     except UserError as error:
+        if config.tokens_column and re.match("tokens_column=.*: not in ", str(error)):
+            with contextlib.suppress(UserError):
+                return open_eval_source(eval_dataset, source, dataclasses.replace(config, tokens_column=None))
         raise UserError(re.sub("^dataset(_split)?", "eval_dataset", str(error))) from error

@@ -37,7 +37,7 @@ def resumed_position(
     keys = dict.fromkeys([*fingerprint, *stream.fingerprint])
     keys.pop("weights", None)  # of a mixture: they may change
     changed = [key for key in keys if fingerprint.get(key) != stream.fingerprint.get(key)]
-    words = "; ".join(_describe_change(key, fingerprint.get(key), stream.fingerprint.get(key)) for key in changed)
+    words = "; ".join(_describe_changes(changed, fingerprint, stream.fingerprint))
     if changed and not accept_changes:
         raise UserError(
             f"resume_from_checkpoint: the text or its order has changed: {words}; restore these values, start a "
@@ -66,6 +66,16 @@ def of_source(fingerprint: dict[str, Any] | None, name: str) -> dict[str, Any] |
     return {
         key.removeprefix(prefix): value for key, value in (fingerprint or {}).items() if key.startswith(prefix)
     } or None
+
+
+def _describe_changes(changed: list[str], then: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """Describe each change once: of sources that are gone or new, only their names."""
+    names = [dict.fromkeys(key.partition(SOURCE)[0] for key in one if SOURCE in key) for one in (then, now)]
+    words, other = [], names[0].keys() ^ names[1].keys()
+    if then.get("stream") == now.get("stream") == "mixture" and other:
+        words.append(f"names of the sources ({', '.join(names[0])} then, {', '.join(names[1])} now)")
+        changed = [key for key in changed if key.partition(SOURCE)[0] not in other]
+    return words + [_describe_change(key, then.get(key), now.get(key)) for key in changed]
 
 
 def _describe_change(key: str, then: Any, now: Any) -> str:

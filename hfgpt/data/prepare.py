@@ -266,7 +266,7 @@ def encode_validation(
         key = "dataset" if config.eval_dataset is None else "eval_dataset"
         hint = "give an eval_dataset with more text"
         raise UserError(f"{key}: fewer than two tokens for evaluation ({held_out.origin}); {hint}")
-    documents = counted(len(held_out.validation), "document")
+    documents = counted(len(used), "document")
     lines = [
         f"validation: {len(tokens):,} tokens of {documents}, {held_out.origin}{first}",
         f"documents: {encoder.rule()}",

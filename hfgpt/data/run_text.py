@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 
 from hfgpt.config import PretrainConfig
 from hfgpt.data import embedded
-from hfgpt.data.formats.given import TRAINING, find_given
+from hfgpt.data.formats.given import EVALUATION, TRAINING, find_missing
 from hfgpt.data.local_files import local_files
 from hfgpt.data.position import SOURCE
 from hfgpt.data.prepare import TextData
@@ -31,16 +31,16 @@ def prepare_data_of_run(
     `folder`.
     """
     commit, tokenizer = fingerprint.get("dataset.commit"), None
+    if (missing := find_missing(config, fingerprint.get("dataset.dataset"))) and not config.accept_changed_text:
+        key, argument = ("dataset", missing) if missing == TRAINING else ("eval_dataset", EVALUATION)
+        raise UserError(
+            f"{key}: the run was given its text in Python ({missing}), which is not kept; use "
+            f"Pretrainer(config, {argument}=...) with the same set"
+        )
     if isinstance(config.dataset, list):
         pinned = _pin_sources(config, saved_config, fingerprint)
     else:
         pinned = config
-        is_missing = fingerprint.get("dataset.dataset") == TRAINING and find_given(TRAINING) is None
-        if is_missing and not config.accept_changed_text:
-            raise UserError(
-                "dataset: the run was given its text in Python, which is not kept; use "
-                f"Pretrainer(config, {TRAINING}=...) with the same set"
-            )
         if commit is None and config.dataset == saved_config.get("dataset"):
             _check_still_there(config.dataset)
         if commit and config.dataset_revision == saved_config.get("dataset_revision"):

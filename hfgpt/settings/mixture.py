@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
+import math
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import PurePosixPath
@@ -19,6 +22,7 @@ OF_SOURCE = (
     *("tokenizer", "tokens_dtype", "tokens_column"),
 )
 _OWN = ("name", "weight", "max_epochs")
+_NUMBERS = ("weight", "weights", "max_epochs", "until_tokens")
 NAME = re.compile(r"[\w.-]+")
 
 
@@ -58,10 +62,24 @@ class Mixture:
         return found
 
 
+def with_numbers(settings: Any, is_number: bool = False) -> Any:
+    """Return sources or stages with a number for text such as 1.28e3, which YAML 1.1 takes for text."""
+    if isinstance(settings, list | tuple):
+        return [with_numbers(one, is_number) for one in settings]
+    if isinstance(settings, dict):
+        return {key: with_numbers(value, is_number or key in _NUMBERS) for key, value in settings.items()}
+    if is_number and isinstance(settings, str):
+        for kind in (int, float):
+            with suppress(*NOT_CONVERTIBLE):
+                if math.isfinite(number := convert(settings, kind)):
+                    return number
+    return settings
+
+
 def read_mixture(dataset: Sequence[Any], stages: Sequence[Any] | None, known: Sequence[str]) -> Mixture:
     """Read a list of sources, and the stages. `known`: the keys that a source may have. `problems` has all of them."""
     mixture = Mixture()
-    problems, weights = mixture.problems, []
+    problems, weights, has_weight = mixture.problems, list[Fraction | None](), list[bool]()
     names = _names(dataset)
     for number, item in enumerate(dataset):
         given = {"dataset": item} if isinstance(item, str) else item
@@ -70,12 +88,13 @@ def read_mixture(dataset: Sequence[Any], stages: Sequence[Any] | None, known: Se
             problems.append(f"{where}={shown(item)}: must be a name or a mapping such as {{dataset: .., weight: 0.5}}")
             continue
         settings = {key: value for key, value in given.items() if key not in _OWN}
-        problems += _setting_problems(where, settings, [key for key in OF_SOURCE if key in known])
+        problems += _setting_problems(where, settings, [key for key in OF_SOURCE if key in known], _OWN)
+        has_weight.append(any(_means(key, "weight") for key in given if given[key] is not None))
         weights.append(_weight(given.get("weight"), f"{where}.weight", problems))
         limit = _whole(given.get("max_epochs"), f"{where}.max_epochs", problems)
         mixture.sources.append(MixtureSource(names[number], settings, limit))
     if twice := {name for name in names if names.count(name) > 1}:
-        problems.append(f"dataset: two sources have the name {enumerated(sorted(twice))}; set another --name")
+        problems.append(f"dataset: two sources have the name {enumerated(sorted(twice))}; set another name in one")
     problems += [
         f"dataset[{number}].name={shown(name)}: must be letters, digits, dots, dashes"
         for number, name in enumerate(names)
@@ -86,14 +105,13 @@ def read_mixture(dataset: Sequence[Any], stages: Sequence[Any] | None, known: Se
     if not dataset or len(mixture.sources) < len(dataset):
         return mixture
     of_stages = stages or [{}]
-    given_weights = [weight for weight in weights if weight is not None]
     if any("weights" not in stage for stage in of_stages if isinstance(stage, dict)) or not stages:
-        if given_weights and len(given_weights) < len(weights):
-            problems.append(f"dataset: {len(given_weights)} of {len(weights)} sources have a weight; give all or none")
-        weights = [Fraction(1) if weight is None else weight for weight in weights]
-        if len(given_weights) == len(dataset) and not sum(given_weights):
+        if any(has_weight) and not all(has_weight):
+            problems.append(f"dataset: {sum(has_weight)} of {len(weights)} sources have a weight; give all or none")
+        if all(has_weight) and not any(weight is None or weight for weight in weights):
             problems.append("dataset: all weights are 0; give one a weight above 0")
-    _read_stages(mixture, of_stages, weights)
+    if not twice:
+        _read_stages(mixture, of_stages, [Fraction(1) if weight is None else weight for weight in weights])
     return mixture
 
 
@@ -114,11 +132,20 @@ def _names(dataset: Sequence[Any]) -> list[str]:
     return names
 
 
-def _setting_problems(where: str, settings: dict[str, Any], known: list[str]) -> list[str]:
-    """Return problems with a source's own settings, and expand its paths in place."""
-    problems = []
+def _means(key: Any, name: str) -> bool:
+    """Return whether a key is a name, or that name misspelled."""
+    return bool(difflib.get_close_matches(str(key)[:100], [*OF_SOURCE, *_OWN], n=1)[:1] == [name])
+
+
+def _setting_problems(where: str, settings: dict[str, Any], known: list[str], own: Sequence[str] = ()) -> list[str]:
+    """Return problems with the settings of a source, or of an evaluation text, and expand its paths in place.
+
+    `own`: keys beside `known`, which are not in `settings`.
+    """
+    problems, has_dataset = [], any(_means(key, "dataset") for key in settings if settings[key] is not None)
+    kind = "a source" if own else "an evaluation text"
     for key in [key for key in settings if key not in known]:
-        problems.append(f"{where}.{shown(key)}: no such setting of a source; it has {', '.join([*known, *_OWN])}")
+        problems.append(f"{where}.{shown(key)}: no such setting of {kind}; it has {', '.join([*known, *own])}")
     for key in known:
         if settings.get(key) is None:
             settings.pop(key, None)
@@ -126,9 +153,8 @@ def _setting_problems(where: str, settings: dict[str, Any], known: list[str]) ->
             problems.append(f"{where}.{key}={shown(settings.pop(key))}: must be text")
         else:
             settings[key] = str(settings[key])
-    if "dataset" not in settings:
+    if not has_dataset:
         problems.append(f"{where}: has no dataset; give a Hub id, file, folder, glob or embedded")
-        return problems
     for key in settings.keys() & {"dataset", "tokenizer"}:
         try:
             settings[key] = local_path(settings[key])

@@ -36,7 +36,8 @@ class Pretrainer:
 
     config: all settings of the run.
     callbacks: transformers `TrainerCallback`s.
-    train_dataset, eval_dataset: `datasets.Dataset`s with a column `config.text_column`, instead of a `config.dataset`.
+    train_dataset, eval_dataset: `datasets.Dataset`s with a column `config.text_column` (or `config.tokens_column`),
+        instead of a `config.dataset`. `eval_dataset` may name several: `{"wiki": wiki, "code": code}`.
     """
 
     run: TrainingRun  # set by `train`

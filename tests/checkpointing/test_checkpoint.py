@@ -16,13 +16,15 @@ from running import lines, records, trained
 from safetensors.torch import load_file, save_file
 from tampering import sealed
 
+from hfgpt import PretrainConfig
 from hfgpt.checkpointing.audit import audit
-from hfgpt.checkpointing.checkpoint import MANIFEST, REQUIRED, find_checkpoint, find_damage, write_checkpoint
+from hfgpt.checkpointing.checkpoint import MANIFEST, REQUIRED, find_checkpoint, find_damage, link, write_checkpoint
 from hfgpt.checkpointing.run_folder import RunFolder
 from hfgpt.data.loader import iterate
 from hfgpt.data.stream import is_hash_of, is_of_blocks
 from hfgpt.errors import UserError
 from hfgpt.evaluation.loading import load_checkpoint
+from hfgpt.links import BEST
 
 OLD = Path(__file__).parent.parent / "data" / "documents_run"
 
@@ -61,6 +63,22 @@ def test_newest_complete_checkpoint_is_found_and_linked(run):
     assert (run.path / "checkpoint-latest").resolve() == run.checkpoint(20).resolve()
     modes = {path.stat().st_mode for path in run.checkpoint(20).rglob("*") if path.is_file()}
     assert len(modes) == 1  # readable for all who may read the others
+
+
+def test_a_checkpoint_of_the_run_is_found_by_each_of_its_names(run):
+    link(run, BEST, run.checkpoint(10))
+    for wanted, step in (
+        *(("best", 10), ("checkpoint-best", 10), ("checkpoint-10", 10), (str(run.checkpoint(10)), 10)),
+        *(("checkpoint-latest", 20), (str(run.path / "checkpoint-latest"), 20), ("latest", 20)),
+    ):
+        assert find_checkpoint(run, wanted).resolve() == run.checkpoint(step).resolve()
+        assert find_checkpoint(run, wanted).name == f"checkpoint-{step}"
+    for wanted in ("none", None, "never"):
+        setting = PretrainConfig(max_steps=1, resume_from_checkpoint=wanted).resume_from_checkpoint
+        with pytest.raises(UserError, match="already holds a run"):
+            find_checkpoint(run, setting)
+    with pytest.raises(UserError, match=r"no such folder; checkpoints in .*: checkpoint-20, checkpoint-10"):
+        find_checkpoint(run, "checkpoint-30")
 
 
 def test_a_latest_that_is_a_folder_is_set_aside(run):

@@ -225,7 +225,10 @@ def test_same_tokens_up_to_a_step(tmp_path):
     (b / "ledger.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     pair = compared(a, b)["pairs"][0]
     assert pair["same_tokens"]["equal"] is False and pair["same_tokens"]["step"] == 250
-    expected = "same tokens up to step 249, others from step 250 on, same result: every recorded loss is equal"
+    expected = (
+        "same tokens up to step 249, others from step 250 on, same result until then: every training loss that both "
+    )
+    expected += "recorded is equal"
     assert one(pair["verdicts"], "others from step 250") == expected
     assert not pair["gaps"]["tokens"]["paired"]
 
@@ -363,7 +366,7 @@ def test_a_resumed_run_has_each_step_once(tmp_path):
     assert [record["step"] for record in run.training] == list(range(1, 401))
     assert [record["step"] for record in run.evaluations] == list(range(20, 401, 20))
     found = compared(a, b)
-    assert "every recorded loss is equal" in one(found["pairs"][0]["verdicts"], "same result:")
+    assert "every training loss that both recorded is equal" in one(found["pairs"][0]["verdicts"], "same result:")
     assert found["settings_that_differ"] == {"weight_decay": {"a": 0.1, "b": "0.1; 0.2 from step 200 on"}}
     assert "resume at step 200" in shown(a, b)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 
@@ -96,6 +97,24 @@ def test_sets_given_in_python_are_trained_on_and_resumed(tmp_path, config):
             Pretrainer(config(name, **resumed, max_steps=9), [], None, evaluation).train()
         with pytest.raises(UserError, match="given its text in Python"):
             audit(tmp_path / name)
+
+
+def test_several_evaluation_texts_given_in_python_are_those_of_files(tmp_path, config):
+    train, files, sets = datasets.Dataset.from_list(ROWS), {}, {}
+    for name, column in (("wiki", "text"), ("code", "body")):
+        texts = datasets.Dataset.from_list([{column: f"document {n} says {name[:1]}"} for n in range(5)])
+        texts.to_parquet(tmp_path / f"{name}.parquet")
+        files[name] = {"dataset": str(tmp_path / f"{name}.parquet"), "text_column": column}
+        sets[name] = texts if column == "text" else {"dataset": texts, "text_column": column}
+    settings = {"dataset": "embedded", "max_steps": 1, "eval_steps": 1}
+    found = []
+    for evaluation in (files, sets, {"wiki": sets["wiki"], "code": files["code"]}):
+        trainer = Pretrainer(config(str(len(found)), **settings), (), train, evaluation)
+        found.append({**trainer.train(), "eval_seconds": 0})
+    assert found[0] == found[1] == found[2] and {"eval_loss/wiki", "eval_loss/code"} <= found[0].keys()
+    assert trainer.config.eval_dataset == {"wiki": "eval_dataset.wiki", "code": files["code"]}
+    with pytest.raises(UserError, match=r"given its text in Python \(eval_dataset.wiki\)"):
+        Pretrainer(dataclasses.replace(trainer.config, resume_from_checkpoint="latest"), (), train).train()
 
 
 def test_unusable_given_sets_are_refused_in_one_line(config):

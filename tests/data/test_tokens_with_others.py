@@ -246,3 +246,26 @@ def test_a_given_set_of_tokens_is_trained_on_and_resumed(config, tokenizer, docu
     assert (folder / "ledger.jsonl").read_text() == (folder.parent / "whole" / "ledger.jsonl").read_text()
     with pytest.raises(UserError, match=r"tokenizer: dataset=train_dataset contains tokens, whose files do not name"):
         Pretrainer(config("other", **settings | {"tokenizer": "auto"}), **given).train()
+
+
+def test_tokens_are_evaluated_on_text_and_a_set_of_tokens_alone_says_what_to_set(
+    tmp_path, config, tokenizer, documents
+):
+    ready = datasets.Dataset(column("list", documents))
+    ready.to_parquet(tmp_path / "ids.parquet")
+    text, pairs = datasets.Dataset.from_list([{"body": "document 7 says words"}]), []
+    text.to_parquet(tmp_path / "text.parquet")
+    settings = {"tokenizer": tokenizer, "model": {**MODEL}, "max_steps": 1, "eval_steps": 1, "text_column": "body"}
+    of_ids = {**settings, "dataset": "embedded", "tokens_column": "input_ids"}
+    pairs.append(Pretrainer(config("given", **of_ids), (), ready, text).train())
+    pairs.append(Pretrainer(config("named", **of_ids), (), ready, {"one": text}).train())
+    file = {**of_ids, "dataset": str(tmp_path / "ids.parquet"), "eval_dataset": str(tmp_path / "text.parquet")}
+    pairs.append(trained(config("file", **file)).progress.evaluation)
+    assert len({(one["eval_loss"], one["eval_bits_per_byte"]) for one in pairs}) == 1 and pairs[0]["eval_tokens"] > 0
+    hint = "its columns are .*input_ids.*; input_ids has lists of token ids: set tokens_column to input_ids"
+    with pytest.raises(UserError, match=f"text_column=body: not in train_dataset; {hint}"):
+        Pretrainer(config("no", **{**of_ids, "tokens_column": None}), (), ready, text).train()
+    with pytest.raises(UserError, match=f"text_column=body: not in .*ids.parquet; {hint}"):
+        trained(config("no", **{**file, "tokens_column": None}))
+    with pytest.raises(UserError, match=r"^tokens_column=input_ids: not in eval_dataset; its columns are other"):
+        Pretrainer(config("no", **of_ids), (), ready, text.rename_column("body", "other")).train()

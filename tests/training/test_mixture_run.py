@@ -131,6 +131,9 @@ def test_a_changed_weight_counts_from_the_next_step_and_is_recorded(mixture, cap
     with pytest.raises(UserError, match="wiki"):
         other = mixture().dataset[1:]
         trained(mixture(dataset=other, max_steps=9, resume_from_checkpoint="latest"))
+    renamed = [{**mixture().dataset[0], "name": "text"}, mixture().dataset[1]]
+    with pytest.raises(UserError, match=r"names of the sources \(wiki, code then, text, code now\); restore"):
+        trained(mixture(dataset=renamed, max_steps=9, resume_from_checkpoint="latest"))
 
 
 def test_changed_sources_that_are_accepted_begin_again_in_their_next_epoch(mixture, tmp_path):

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 
 from hfgpt.data.file_access import open_file
-from hfgpt.data.formats.parquet import TEXT_TYPES, check_token_column, or_tokens, split_token_lists
-from hfgpt.data.heads import FileHead, no_column
+from hfgpt.data.formats.parquet import TEXT_TYPES, check_token_column, no_text_column, or_tokens, split_token_lists
+from hfgpt.data.heads import FileHead
 from hfgpt.data.kinds import BadFile
 from hfgpt.data.units import Unit
 
@@ -35,7 +35,7 @@ class _Message(NamedTuple):
 def find_units(file: str, head: FileHead, text_column: str) -> list[Unit]:
     units, schema = _find_batches(file)
     if schema.names.count(text_column) != 1:
-        raise no_column(file, text_column, schema.names)
+        raise no_text_column(file, text_column, schema)
     kind = schema.field(text_column).type
     if str(kind.value_type if pa.types.is_dictionary(kind) else kind) not in TEXT_TYPES:
         fix = f"choose a text column{or_tokens(kind)}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Any
@@ -15,8 +16,7 @@ from typing import Any
 import pyarrow as pa
 
 from hfgpt.config import PretrainConfig
-from hfgpt.data.formats.parquet import TEXT_TYPES, check_token_column, or_tokens, split_token_lists
-from hfgpt.data.heads import no_column
+from hfgpt.data.formats.parquet import TEXT_TYPES, check_token_column, no_text_column, or_tokens, split_token_lists
 from hfgpt.data.units import Unit
 from hfgpt.errors import UserError
 
@@ -42,16 +42,40 @@ def find_given(name: str | None) -> Any:
 
 
 def name_datasets(config: PretrainConfig, train: Any, evaluation: Any) -> tuple[PretrainConfig, dict[str, Any]]:
-    """Return the settings with the names of the given sets, and the sets by name. Raises UserError if unusable."""
-    given = {key: one for key, one in ((TRAINING, train), (EVALUATION, evaluation)) if one is not None}
-    for key, one in given.items():
-        _check(key, one)
-    settings = {"dataset": TRAINING} if train is not None else {}
-    settings |= {"eval_dataset": EVALUATION} if evaluation is not None else {}
-    for key in settings:
-        if (stated := getattr(config, key)) not in ("embedded", None, settings[key]):
-            raise UserError(f"{key}={stated}: {settings[key]} is given too; leave one of them out")
+    """Return the settings with the names of the given sets, and the sets by name. Raises UserError if unusable.
+
+    `evaluation` may be a mapping of names to sets, to paths, or to settings such as {"dataset": .., "text_column": ..}.
+    """
+    given: dict[str, Any] = {}
+    settings = {"dataset": _name(TRAINING, train, given)} if train is not None else {}
+    if type(evaluation) is dict:
+        named = {name: _name(f"{EVALUATION}.{name}", one, given) for name, one in evaluation.items()}
+        settings["eval_dataset"] = named
+    elif evaluation is not None:
+        settings["eval_dataset"] = _name(EVALUATION, evaluation, given)
+    for key, argument in (("dataset", TRAINING), ("eval_dataset", EVALUATION)):
+        if key in settings and (stated := getattr(config, key)) not in ("embedded", None, settings[key]):
+            raise UserError(f"{key}={stated}: {argument} is given too; leave one of them out")
     return (config.with_facts(**settings) if settings else config), given
+
+
+def _name(key: str, one: Any, given: dict[str, Any]) -> Any:
+    """Return what stands for a set in the settings: `key`, under which it is put into `given`."""
+    if key.startswith(EVALUATION) and isinstance(one, str):
+        return one
+    if key.startswith(EVALUATION) and type(one) is dict and "dataset" in one:
+        return {**one, "dataset": _name(key, one["dataset"], given)}
+    _check(key, one)
+    given[key] = one
+    return key
+
+
+def find_missing(config: PretrainConfig, began_with: str | None) -> str | None:
+    """Return the name of a set that a run began with, or that its settings name, but that is not given now."""
+    texts = [text["dataset"] for text in config.evaluation_texts.values()]
+    names = [began_with, config.dataset, *(texts or [config.eval_dataset])]
+    given = [name for name in names if isinstance(name, str) and name.split(".")[0] in (TRAINING, EVALUATION)]
+    return next((name for name in given if find_given(name) is None and not os.path.exists(name)), None)
 
 
 def _check(key: str, given: Any) -> None:
@@ -73,7 +97,7 @@ def find_units(name: str, given: Any, text_column: str) -> list[Unit]:
     """Return the units of a given set: ranges of its rows."""
     schema = given.features.arrow_schema
     if text_column not in schema.names:
-        raise no_column(name, text_column, schema.names)
+        raise no_text_column(name, text_column, schema)
     kind = schema.field(text_column).type
     if str(kind) not in TEXT_TYPES:
         fix = f"choose a text column{or_tokens(kind)}"

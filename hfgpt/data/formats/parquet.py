@@ -93,10 +93,20 @@ def check_token_column(file: str, schema: Any, tokens_column: str) -> None:
     """Raise BadFile if an Arrow schema has no column of lists of integers of that name."""
     if schema.names.count(tokens_column) != 1:
         raise BadFile(str(no_column(file, tokens_column, schema.names)).replace("text_column", "tokens_column", 1))
-    kind = schema.field(tokens_column).type
-    is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
-    if not (is_list and pa.types.is_integer(kind.value_type)):
+    if not _is_of_ids(kind := schema.field(tokens_column).type):
         raise BadFile(f"tokens_column={tokens_column}: contains {kind}, not lists of integers, in {file}")
+
+
+def no_text_column(file: str, text_column: str, schema: Any) -> BadFile:
+    """Return the error for an Arrow schema without this column, with a hint if it has one of token ids."""
+    ids = sorted((field.name for field in schema if _is_of_ids(field.type)), key=lambda name: name != "input_ids")
+    hint = f"; {ids[0]} has lists of token ids: set tokens_column to {ids[0]}" if ids else ""
+    return BadFile(f"{no_column(file, text_column, schema.names)}{hint}")
+
+
+def _is_of_ids(kind: Any) -> bool:
+    is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+    return is_list and pa.types.is_integer(kind.value_type)
 
 
 def split_token_lists(file: str, column: Any) -> list[Any]:
@@ -156,7 +166,7 @@ def _schema(footer: Any) -> Any:
 def _find_column(file: str, name: str, footer: Any, size: int) -> Column:
     schema = _schema(footer)
     if schema.names.count(name) != 1:
-        raise no_column(file, name, schema.names)
+        raise no_text_column(file, name, schema)
     field, groups = schema.field(name).remove_metadata(), footer.num_row_groups
     chunks, leaf = np.zeros((groups, len(Chunk._fields)), np.int64), None
     if groups:
