@@ -83,10 +83,10 @@ def test_all_problems_are_named_at_once():
     assert "1 of 2 sources have a weight" in problems_of(dataset=[AB[0], "b"])[0]
     for one in (
         {"dataset": [{**AB[0], "weight": "x"}, AB[1]]},
-        {"dataset": [{"dataset": "a", "wieght": 1}, AB[1]]},
-        {"dataset": [{"datset": "a", "weight": 1}, AB[1]]},
+        {"dataset": [{"dataset": "a", "weihgt": 1}, AB[1]]},
+        {"dataset": [{"dataste": "a", "weight": 1}, AB[1]]},
         {"dataset": [{**AB[0], "name": "b"}, AB[1]], "stages": [{"weights": {"a": 1}}]},
-        {"eval_dataset": {"a": {"datset": "a"}}},
+        {"eval_dataset": {"a": {"dataste": "a"}}},
         {"dataset": [{"dataset": None, "weight": 1}, AB[1]]},
     ):
         assert len(problems_of(**one)) == 1, problems_of(**one)
