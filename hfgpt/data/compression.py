@@ -34,16 +34,16 @@ def decompress_beginning(suffix: str, raw: bytes) -> bytes:
     """Return what the first bytes of a compressed file hold, as far as they go, up to 16 MiB."""
     if suffix == GZIP:
         return zlib.decompressobj(31).decompress(raw, LARGEST_BEGINNING_BYTES)
-    if suffix == XZ:
-        return lzma.LZMADecompressor().decompress(raw, LARGEST_BEGINNING_BYTES)
-    if suffix == BZIP2:
-        return bz2.BZ2Decompressor().decompress(raw, LARGEST_BEGINNING_BYTES)
     parts: list[bytes] = []
-    stream = pa.CompressedInputStream(pa.BufferReader(raw), "zstd")
     try:
+        if suffix == XZ:
+            return lzma.LZMADecompressor().decompress(raw, LARGEST_BEGINNING_BYTES)
+        if suffix == BZIP2:
+            return bz2.BZ2Decompressor().decompress(raw, LARGEST_BEGINNING_BYTES)
+        stream = pa.CompressedInputStream(pa.BufferReader(raw), "zstd")
         while sum(map(len, parts)) < LARGEST_BEGINNING_BYTES and (part := stream.read(2**14)):
             parts.append(part)
-    except OSError as error:
+    except (lzma.LZMAError, OSError) as error:
         if not str(error).startswith("Truncated"):
             raise _broken(error) from error
     return b"".join(parts)

@@ -168,6 +168,13 @@ BROKEN = {
         b'[{"text": "a"}, {"text": nope}, {"text": "b"}' + b', {"text": "c"}' * 99 + b"]",
         "broken in the el.* byte 16",
     ),
+    "comma.json": (ARRAY.replace("}, {", "} {", 1).encode(), "its JSON array has no comma at byte 22"),
+    "commas.json": (ARRAY.replace("}, {", "},, {", 1).encode(), "its JSON array is broken in the element at byte 23"),
+    "last_comma.json": (f"{ARRAY[:-1]},]".encode(), "its JSON array is broken in the element at byte"),
+    "first_comma.json": (f"[,{ARRAY[1:]}".encode(), "its line is not a JSON object"),
+    "after.json": (f"{ARRAY}\n, garbage".encode(), "its JSON array ends before byte"),
+    "two.json": (f"{ARRAY}\n{ARRAY}".encode(), "its JSON array ends before byte"),
+    "after_empty.json": (b"[] garbage", "its JSON array ends before byte 3"),
     "members.tar": (tar_of(".txt", written=".jpg"), "has no .txt or .json members"),
     "column.arrow": (stream(TABLE.rename_columns(["id", "body"])), "its columns are id, body"),
     "number.arrow": (stream(pa.table({"text": [1, 2]})), "contains int64, not text"),
@@ -180,8 +187,11 @@ BROKEN = {
 }
 
 
+@pytest.mark.parametrize("small_units", [False, True], ids=["whole", "split"])
 @pytest.mark.parametrize("name", BROKEN)
-def test_a_file_that_is_not_right_is_refused_with_the_fix(tmp_path, name):
+def test_a_file_that_is_not_right_is_refused_with_the_fix(tmp_path, monkeypatch, name, small_units):
+    if small_units:
+        monkeypatch.setattr(borders, "SPAN_BYTES", 1000)
     content, message = BROKEN[name]
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=message) as caught:

@@ -17,14 +17,14 @@ from hfgpt.data.units import Unit
 
 LAYOUT = "array"
 LONGEST_ELEMENT_CHARACTERS = 512 * 2**20
-_OPENING, _BEFORE_ELEMENT = re.compile(r"\ufeff?\s*\["), re.compile(r"[\s,]*")
+_OPENING, _SPACE = re.compile(r"\ufeff?\s*\["), re.compile(r"\s*")
 _scan = json.JSONDecoder(strict=False).raw_decode  # a raw line end in a string does not lose the rest of the file
 # An error this close to the end of what was read may come from the end, except in a string, which begins anywhere.
 _NEAR_END = 16
 
 
 def is_array(data: bytes) -> bool:
-    return re.match(rb"\s*\[\s*(\{|\]\s*$)", data.removeprefix(codecs.BOM_UTF8)) is not None
+    return re.match(rb"\s*\[\s*(\{|\])", data.removeprefix(codecs.BOM_UTF8)) is not None
 
 
 def find_units(file: str, text_bytes: int, sample: bytes, text_column: str) -> list[Unit]:
@@ -52,19 +52,29 @@ def _elements(file: str, parts: Iterable[bytes], start: int, to_end: bool) -> It
     `parts`: the bytes of the file from `start` on, where an element or the array begins; to the end if `to_end`.
     """
     window = _Window(parts, start)
-    if start == 0:
+    is_first = start == 0
+    if is_first:
         window.skip(_OPENING)
+    while (begin := window.peek()) and begin != "]":
+        if not is_first:
+            if begin != ",":
+                raise _broken(file, f"has no comma at byte {window.byte:,}")
+            window.move(window.at + 1)
+            window.peek()
+        element, end = _scan_element(file, window)
+        is_first = False
+        yield element, window.move(end), window.byte
+    if to_end:
+        if not begin:
+            raise BadFile(f"dataset: {file}: its JSON array is cut off after byte {window.byte:,}; download it again")
+        window.move(window.at + 1)
+        if window.peek():
+            raise _broken(file, f"ends before byte {window.byte:,}, but the file does not")
+
+
+def _scan_element(file: str, window: _Window) -> tuple[Any, int]:
+    """Return the element at which the window is, and where it ends."""
     while True:
-        window.skip(_BEFORE_ELEMENT)
-        if window.at == len(window.text):
-            if window.read_on(1):
-                continue
-            if to_end:
-                where = f"is cut off after byte {window.byte:,}; download it again"
-                raise BadFile(f"dataset: {file}: its JSON array {where}")
-            return
-        if window.text[window.at] == "]":
-            return
         try:
             element, end = _scan(window.text, window.at)
         except (ValueError, RecursionError) as error:
@@ -72,13 +82,13 @@ def _elements(file: str, parts: Iterable[bytes], start: int, to_end: bool) -> It
             wanted = 2 * (len(window.text) - window.at)
             if is_near_end and wanted < LONGEST_ELEMENT_CHARACTERS and window.read_on(wanted):
                 continue
-            where = f"is broken in the element at byte {window.byte:,}"
-            fix = "download it again, or repair it, for example with jq"
-            raise BadFile(f"dataset: {file}: its JSON array {where}; {fix}") from None
-        if end == len(window.text) and window.read_on(end - window.at + 1):  # a number may continue
-            continue
-        is_utf8 = window.move(end)
-        yield element, is_utf8, window.byte
+            raise _broken(file, f"is broken in the element at byte {window.byte:,}") from None
+        if end < len(window.text) or not window.read_on(end - window.at + 1):  # else a number may continue
+            return element, end
+
+
+def _broken(file: str, where: str) -> BadFile:
+    return BadFile(f"dataset: {file}: its JSON array {where}; download it again, or repair it, for example with jq")
 
 
 class _Window:
@@ -109,6 +119,13 @@ class _Window:
             self.byte += len(passed.encode("utf-8", "surrogateescape"))
             return False
         return True
+
+    def peek(self) -> str:
+        """Move over white space, and return the next character; "" at the end."""
+        self.skip(_SPACE)
+        while self.at == len(self.text) and self.read_on(1):
+            self.skip(_SPACE)
+        return self.text[self.at : self.at + 1]
 
     def skip(self, pattern: re.Pattern[str]) -> None:
         if found := pattern.match(self.text, self.at):
