@@ -19,7 +19,7 @@ BEGINNINGS = {GZIP: b"\x1f\x8b", ZSTD: b"\x28\xb5\x2f\xfd", XZ: b"\xfd7zXZ\0", B
 NAMES = {GZIP: "gzip", ZSTD: "zstd", XZ: "xz", BZIP2: "bzip2"}
 # A zstd file may begin with a frame to be skipped: one of 16 magic numbers.
 _SKIPPED_FRAMES = tuple(bytes([0x50 + n]) + b"\x2a\x4d\x18" for n in range(16))
-_READ_BYTES = 2**20
+_READ_BYTES, _RAW_BYTES = 2**20, 2**16
 LARGEST_BEGINNING_BYTES = 16 * 2**20
 # What the decoders raise as OSError for broken content, which is no fault of the disk or the network.
 _BROKEN = ("ZSTD", "Truncated compressed stream", "Invalid data stream")
@@ -28,6 +28,11 @@ _TOO_WIDE = "Frame requires too much memory"
 
 def is_compressed(suffix: str, raw: bytes) -> bool:
     return raw.startswith((BEGINNINGS[suffix], *(_SKIPPED_FRAMES if suffix == ZSTD else ())))
+
+
+def has_checksum(suffix: str, raw: bytes) -> bool:
+    """Return whether a compressed file that begins like this states a checksum; only zstd may do without."""
+    return suffix != ZSTD or not raw.startswith(BEGINNINGS[ZSTD]) or bool(raw[4] & 4)
 
 
 def decompress_beginning(suffix: str, raw: bytes) -> bytes:
@@ -55,8 +60,8 @@ def open_compressed(suffix: str, handle: Any) -> Any:
         return gzip.GzipFile(fileobj=handle)
     start: dict[str, Callable[[], Any]] = {
         ZSTD: lambda: pa.CompressedInputStream(pa.PythonFile(_Unclosed(handle), mode="r"), "zstd"),
-        XZ: lambda: lzma.LZMAFile(handle),  # noqa: SIM115
-        BZIP2: lambda: bz2.BZ2File(handle),
+        XZ: lambda: _Streams(handle, lzma.LZMADecompressor),
+        BZIP2: lambda: _Streams(handle, bz2.BZ2Decompressor),
     }
     return io.BufferedReader(_Decompressed(handle, start[suffix]), _READ_BYTES)
 
@@ -95,6 +100,32 @@ class _Decompressed(io.RawIOBase):
         while self._at < target and self.read(int(min(_READ_BYTES, target - self._at))):
             pass
         return self._at
+
+
+class _Streams:
+    """Streams of xz or bzip2 one after another, as parallel compressors write them.
+
+    The readers of the standard library take a damaged stream after the first one for the end of the file.
+    """
+
+    def __init__(self, handle: Any, start: Callable[[], Any]) -> None:
+        self._handle, self._start = handle, start
+        self._decoder: Any = None
+
+    def read(self, size: int) -> bytes:
+        while True:
+            raw = b""
+            if self._decoder is None or self._decoder.eof:
+                raw = self._decoder.unused_data.lstrip(b"\0") if self._decoder else b""
+                while not raw and (more := self._handle.read(_RAW_BYTES)):
+                    raw = more.lstrip(b"\0")  # padding
+                if not raw:
+                    return b""
+                self._decoder = self._start()
+            elif self._decoder.needs_input and not (raw := self._handle.read(_RAW_BYTES)):
+                raise EOFError("Truncated compressed stream")
+            if data := self._decoder.decompress(raw, size):
+                return data
 
 
 class _Unclosed:

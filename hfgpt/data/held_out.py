@@ -257,8 +257,21 @@ def _find_border(source: Source, read: Callable[[Unit], Rows]) -> tuple[_Border,
     raise AssertionError("the text has fewer characters than were counted")
 
 
+# What to do about rows that no document can be read from, by reason; the most frequent one counts.
+FIXES = {
+    "invalid_utf8": "they are not UTF-8: convert them, for example with iconv -f LATIN1 -t UTF-8",
+    "no_text_column": "choose another text_column",
+    "not_text": "text_column has other values than text: choose another one, or write them as strings",
+    "not_an_object": "give JSON objects",
+    "malformed": "write them again, as the format requires",
+    "bad_file": "see the warnings",
+}
+
+
 def no_documents(text: str, skipped: Counter[str]) -> UserError:
-    return UserError(f"{text}: contains no usable document" + (f" (skipped: {dict(skipped)})" if skipped else ""))
+    why = f"; {fix}" if (fix := FIXES.get(next(iter(dict(skipped.most_common(1))), ""))) else "; give other text"
+    skips = f" (skipped: {dict(skipped)})" if skipped else ", as it has no rows"
+    return UserError(f"{text}: contains no usable document{skips}{why}")
 
 
 def _unit(source: Source) -> str:

@@ -19,7 +19,7 @@ import numpy as np
 import xxhash
 
 from hfgpt.data.file_access import read_file
-from hfgpt.data.formats import format_of, given, inspect_file
+from hfgpt.data.formats import given, inspect_file, read_rows
 from hfgpt.data.formats.text import choose_piece_characters, split_into_pieces
 from hfgpt.data.formats.tokens.column import TokenColumn, find_column_units
 from hfgpt.data.formats.tokens.opening import MadeWith
@@ -133,7 +133,7 @@ class Source:
         elif self.given is not None:
             rows = given.read_rows(unit, self.text_column, self.given)[: unit.rows]
         else:
-            rows = format_of(unit.file).read_rows(unit, self.text_column)[: unit.rows]
+            rows = read_rows(unit, self.text_column)[: unit.rows]
         last = [self._document(row, unit.characters) for row in rows[-1:]]
         return [*(self._document(row) for row in rows[:-1]), *last]
 

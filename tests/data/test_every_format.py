@@ -8,6 +8,7 @@ import gzip
 import io
 import json
 import lzma
+import random
 import tarfile
 from collections import Counter
 
@@ -16,6 +17,7 @@ import pyarrow as pa
 import pyarrow.feather
 import pyarrow.parquet as pq
 import pytest
+import xxhash
 from test_open_source import read
 
 from hfgpt.data.formats import arrow, borders, inspect_file, spans
@@ -160,6 +162,38 @@ def test_a_file_that_is_cut_off_is_refused_in_one_line(tmp_path, name):
         assert str(tmp_path / name) in str(caught.value) and len(str(caught.value).splitlines()) == 1
 
 
+def checked_zstd(data: bytes) -> bytes:
+    """One frame with a checksum, as the command zstd writes it and pyarrow does not."""
+    frame = bytearray(pa.compress(data, codec="zstd", asbytes=True))
+    frame[4] |= 4
+    return bytes(frame) + (xxhash.xxh64_intdigest(data) % 2**32).to_bytes(4, "little")
+
+
+def test_damage_inside_a_compressed_file_is_an_error_that_names_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(spans, "GZIP_SPAN_BYTES", 15_000)
+    rng, words = random.Random(7), LINES.split()
+    data = "".join(json.dumps({"text": " ".join(rng.choices(words, k=40))}) + "\n" for _ in range(400)).encode()
+    for suffix, pack in {**PACK, ".zst": checked_zstd}.items():
+        whole, path = pack(data), tmp_path / f"a.jsonl{suffix}"
+        for size in (1, 99, 99, 999):
+            at = rng.randrange(30, len(whole) - size - 30)
+            path.write_bytes(whole[:at] + bytes(255 - byte for byte in whole[at : at + size]) + whole[at + size :])
+            with pytest.raises(UserError, match=r"cannot be read") as caught:
+                read(open_source(str(path)))
+            assert str(path) in str(caught.value) and len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize("suffix", PACK)
+def test_broken_rows_of_a_compressed_file_are_counted_if_a_checksum_rules_out_damage(tmp_path, suffix):
+    path = tmp_path / f"a.jsonl{suffix}"
+    path.write_bytes((checked_zstd if suffix == ".zst" else PACK[suffix])(LINES.encode() + b'{"text": "cut'))
+    assert read(open_source(str(path))) == (GOOD, SKIPPED + Counter(malformed=1))
+    path = tmp_path / "b.jsonl.zst"
+    path.write_bytes(zstd(LINES.encode() + b'{"text": "cut'))
+    with pytest.raises(UserError, match=r"b\.jsonl\.zst has broken rows, and no checksum .* zstd --check"):
+        read(open_source(str(path)))
+
+
 BROKEN = {
     "quoted.csv": (b'id,text\n1,"good"\n2,"cut o', "ends inside quotes"),
     "column.csv": (b"id,body\n1,x\n", "its columns are id, body"),
@@ -169,7 +203,7 @@ BROKEN = {
         "broken in the el.* byte 16",
     ),
     "comma.json": (ARRAY.replace("}, {", "} {", 1).encode(), "its JSON array has no comma at byte 23"),
-    "commas.json": (ARRAY.replace("}, {", "},, {", 1).encode(), "its JSON array is broken in the element at byte 24"),
+    "commas.json": (ARRAY.replace("}, {", "},, {", 1).encode(), "its JSON array is broken in the element at byte 23"),
     "last_comma.json": (f"{ARRAY[:-1]},]".encode(), "its JSON array is broken in the element at byte"),
     "first_comma.json": (f"[,{ARRAY[1:]}".encode(), "its line is not a JSON object"),
     "after.json": (f"{ARRAY}\n, garbage".encode(), "its JSON array ends before byte"),

@@ -24,8 +24,22 @@ KINDS = {
         "JSON object that spans several lines",
     ),
     "objects_indented.jsonl": ("\n".join(json.dumps(row, indent=1) for row in ROWS), "spans several lines"),
-    "object_of_rows.json": ('{"rows": [\n' + ",\n".join(map(json.dumps, ROWS)) + "\n]}", "spans several lines"),
-    "texts.jsonl": (json.dumps(["one", "two"]), "its line is not a JSON object"),
+    "object_of_rows.json": (
+        '{"rows": [\n' + ",\n".join(map(json.dumps, ROWS)) + "\n]}",
+        r"spans several lines; .* jq -c '\.\"rows\"\[\]' object_of",
+    ),
+    "texts.jsonl": (json.dumps(["one", "two"]), r"array of strings, .* jq -c '\.\[\] \| {text: \.}' texts"),
+    "texts_indented.json": (json.dumps(["one", "two"], indent=1), "array of strings"),
+    "numbers.json": ("[1, 2]", "its line is not a JSON object"),
+    "data.json": (
+        json.dumps({"version": 1, "data": ROWS}),
+        r"data; \"data\" holds 25 rows: .* jq -c '\.\"data\"\[\]' data",
+    ),
+    "long.json": (json.dumps({"data": ROWS * 3000}), 'its columns are data; "data" holds 75,000 rows'),
+    "strings.json": (json.dumps({"data": ["a", "b"]}), r"'\.\"data\"\[\] \| {text: \.}'"),
+    "table.json": (json.dumps({"text": {"0": "a", "1": "b"}}), r"with 2 rows under text; .*\[\] \| {text: \.}'"),
+    "ids.jsonl": ('{"input_ids": [1, 2]}\n' * 3, "input_ids has lists of integers: .* parquet .* tokens_column"),
+    "ids.json": ('[{"input_ids": [1, 2]}]', "input_ids has lists of integers"),
     "python.jsonl": ("{'text': 'a'}\n{'text': 'b'}\n", "none of its first 2 lines is a JSON object"),
     "plain.jsonl": ("Once upon a time\nthere was plain text.\n", "none of its first 2 lines"),
     "latin.jsonl": ('{"text": "café"}\n'.encode("latin-1") * 9, "none of its first 9 lines"),
@@ -88,6 +102,38 @@ def test_text_in_a_binary_column_is_read(tmp_path):
         assert read(open_source(str(tmp_path))) == (["one é", "two"], {"null": 1})
     pq.write_table(pa.table({"text": pa.array([b"\xff\xd8\xff", b"ok"], pa.binary())}), tmp_path / "a.parquet")
     assert read(open_source(str(tmp_path))) == (["ok"], {"invalid_utf8": 1})
+
+
+def test_text_that_only_begins_like_another_kind_is_read(tmp_path):
+    for words in ("PARENT", "PAR1 x", "BZhang", "FEA1", "ARROW1", "%PDF is a format", "{\\rtf}"):
+        (tmp_path / "a.txt").write_text(f"{words} and\tmore\n")
+        assert read(open_source(str(tmp_path)))[0] == [f"{words} and\tmore\n"]
+
+
+NO_DOCUMENT = {
+    "empty.jsonl": (b"", "as it has no rows; give other text"),
+    "empty.json.gz": (gzip.compress(b""), "as it has no rows"),
+    "none.json": (b"[]", "as it has no rows"),
+    "nothing.json": (b"{}", "'no_text_column': 1}.; choose another text_column"),
+    "empty.csv": (b"", "as it has no rows"),
+    "header.csv": (b"id,text\n", "as it has no rows"),
+    "latin.csv": ("id,text\n1,café\n".encode("latin-1"), "'invalid_utf8': 1.*not UTF-8: .* iconv -f LATIN1"),
+    "latin.json": ('[{"text": "café"}]'.encode("latin-1"), "not UTF-8: .* iconv -f LATIN1"),
+    "numbers.jsonl": (b'{"text": 5}\n', "'not_text': 1.*text_column has other values than text"),
+}
+
+
+@pytest.mark.parametrize("name", NO_DOCUMENT)
+def test_text_without_documents_is_refused_with_what_to_do(tmp_path, name):
+    from hfgpt import PretrainConfig
+    from hfgpt.data import prepare_data
+
+    content, message = NO_DOCUMENT[name]
+    (tmp_path / name).write_bytes(content)
+    for streaming in ("auto", True):
+        with pytest.raises(UserError, match=message) as caught:
+            prepare_data(PretrainConfig(dataset=str(tmp_path / name), streaming=streaming, max_steps=1), 4)
+        assert str(tmp_path / name) in str(caught.value) and len(str(caught.value).splitlines()) == 1
 
 
 @pytest.mark.parametrize(

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import pickle
 import struct
+import zipfile
 from itertools import islice
 
 import numpy as np
 import pytest
+from test_every_format import PACK
 from token_files import END, LAYOUTS, STATED, after_each, before_each, files, header, npy
 
 from hfgpt import PretrainConfig
-from hfgpt.data import prepare_data
+from hfgpt.data import heads, prepare_data
 from hfgpt.data.encoding import Encoder
-from hfgpt.data.formats.tokens import reading
+from hfgpt.data.formats.tokens import layouts, reading
 from hfgpt.data.formats.tokens.reading import Vocabulary
 from hfgpt.data.loader import iterate
 from hfgpt.data.open_source import open_source
@@ -114,6 +118,9 @@ def test_tokens_and_their_text_give_equal_blocks(tmp_path, tokenizer, documents,
 GOOD = list(range(1, 60))
 NEW_HEADER = header(20240520, 1, 59) + struct.pack("<59H", *GOOD)
 INDEX = files("megatron", [[1, 2], [3, 4, 5]])["set_text_document.idx"]
+ZIP = io.BytesIO()
+with zipfile.ZipFile(ZIP, "w") as archive:
+    archive.writestr("model/data.pkl", "x")
 BAD = {
     "magic": ({"a.bin": header(20240521, 1, 59) + struct.pack("<59H", *GOOD)}, {}, "magic 20240521, which is none of"),
     "version": (
@@ -147,7 +154,12 @@ BAD = {
         {"tokens_dtype": "uint32"},
         "tokens_dtype=uint32: .* itself says uint16; leave it",
     ),
-    "a model": ({"a.bin": b"PK\3\4" + bytes(range(100))}, {}, "is a zip archive"),
+    "a model": ({"a.bin": ZIP.getvalue()}, {}, "is a zip archive"),
+    "parquet": ({"a.bin": b"PAR1" + bytes(range(100)) + b"PAR1"}, {}, "is parquet; rename it to .parquet"),
+    **{
+        f"packed {suffix}": ({"a.bin": pack(struct.pack("<590H", *GOOD * 10))}, {}, f"add {suffix} to its name")
+        for suffix, pack in PACK.items()
+    },
     "floats": ({"a.npy": npy(GOOD, "float32")}, {}, "an array of float32 and shape .59,."),
     "npy cut": ({"a.npy": npy(GOOD, "uint16")[:-2]}, {}, "its header says 59 tokens, but"),
     "no idx": ({"a_text_document.bin": b"\1\0"}, {}, "needs its index a_text_document.idx next to it"),
@@ -195,6 +207,16 @@ BAD = {
         "of one tokenizer",
     ),
 }
+
+
+@pytest.mark.parametrize("suffix", [".bin", ".npy", ".ds"])
+def test_ids_may_begin_like_any_kind_of_file(tmp_path, suffix):
+    beginnings = [beginning for beginning in heads._BEGINNINGS if len(beginning) < 8]
+    for beginning in [*beginnings, b"\x1f\x8b\x08\0", b"MMIDIDX\0\0", struct.pack("<3i", 20240520, 1, 59)]:
+        data = beginning + bytes(len(beginning) % 2) + struct.pack("<118H", *[301, *GOOD[1:]] * 2)
+        (tmp_path / f"a{suffix}").write_bytes(data)
+        found = layouts.recognize(str(tmp_path / f"a{suffix}"), "uint16", os.path.exists)
+        assert (found.dtype, found.offset, found.count) == ("<u2", 0, len(data) // 2), beginning
 
 
 @pytest.mark.parametrize("name", BAD)

@@ -11,14 +11,17 @@ more documents, and for tasks, `rows.py` reads whole rows of json, jsonl and par
 
 from __future__ import annotations
 
+import functools
 import os
 from typing import Any, Protocol
 
 from hfgpt.data import embedded
+from hfgpt.data.compression import has_checksum
+from hfgpt.data.file_access import open_file
 from hfgpt.data.formats import arrow, csv_rows, given, jsonl, parquet, tar, text, tokens
 from hfgpt.data.heads import FileHead, read_head
-from hfgpt.data.kinds import BadFile, file_kind
-from hfgpt.data.units import Unit
+from hfgpt.data.kinds import BadFile, compression, file_kind
+from hfgpt.data.units import Unit, Unusable
 
 
 class Format(Protocol):
@@ -66,3 +69,29 @@ def inspect_file(file: str, text_column: str) -> tuple[list[Unit], int]:
         return parquet.inspect(file, text_column)
     head = read_head(file)
     return format_of(file).find_units(file, head, text_column), head.size_bytes
+
+
+def read_rows(unit: Unit, text_column: str) -> list[Any]:
+    """Like `Format.read_rows`. Raises BadFile or EOFError if rows are broken because a compressed file is damaged."""
+    rows = format_of(unit.file).read_rows(unit, text_column)
+    if compression(unit.file):
+        broken = sum(isinstance(row, Unusable) and row.reason in _BROKEN for row in rows)
+        if 0 < broken < len(rows):  # all are so for other reasons
+            _check_compressed(unit.file)
+    return rows
+
+
+_BROKEN = ("malformed", "invalid_utf8")  # as damage makes them
+
+
+@functools.lru_cache(1024)
+def _check_compressed(file: str) -> None:
+    """Read a compressed file to its end, where most have a checksum."""
+    suffix = compression(file)
+    assert suffix is not None  # noqa: S101
+    with open_file(file, uncompressed=False) as handle:
+        if not has_checksum(suffix, handle.read(16)):
+            fix = "download it again, or if its rows are broken but not its bytes, pack it again with zstd --check"
+            raise BadFile(f"dataset: {file} has broken rows, and no checksum that would rule out damage; {fix}")
+    with open_file(file) as handle:
+        handle.seek(0, os.SEEK_END)

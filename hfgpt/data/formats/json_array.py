@@ -11,7 +11,7 @@ from typing import Any
 
 from hfgpt.data.file_access import open_file
 from hfgpt.data.formats.borders import one_unit, pieces, read_unit, split_at_rows
-from hfgpt.data.heads import no_column
+from hfgpt.data.heads import hint_of_ids, no_column
 from hfgpt.data.kinds import BadFile
 from hfgpt.data.units import Unit
 
@@ -28,12 +28,12 @@ def is_array(data: bytes) -> bool:
 
 
 def find_units(file: str, text_bytes: int, sample: bytes, text_column: str) -> list[Unit]:
-    columns: dict[str, None] = {}
+    columns: dict[str, Any] = {}
     with contextlib.suppress(BadFile):  # a sample may end anywhere
         for element, _, _ in _elements(file, [sample], 0, True):
-            columns |= dict.fromkeys(element if isinstance(element, dict) else ())
+            columns |= element if isinstance(element, dict) else {}
     if columns and text_column not in columns:
-        raise no_column(file, text_column, list(columns))
+        raise no_column(file, text_column, list(columns), hint_of_ids(columns))
     if units := one_unit(file, text_bytes, LAYOUT):
         return units
     with open_file(file, read_ahead=True) as handle:

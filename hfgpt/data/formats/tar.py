@@ -33,7 +33,9 @@ def find_units(file: str, head: FileHead, text_column: str) -> list[Unit]:
             members[_suffix(member)] += 1
             ends.append(end)
     if not members[TEXT] + members[JSON]:
-        others = ", ".join(suffix or "no suffix" for suffix, _ in members.most_common(3)) or "nothing"
+        if not members:
+            raise BadFile(f"dataset: {file} has no members; write it again, or remove it")
+        others = ", ".join(suffix or "no suffix" for suffix, _ in members.most_common(3))
         raise BadFile(f"dataset: {file} has no .txt or .json members, but {others}; unpack it")
     if members[TEXT] and (text_column in OWN_COLUMNS or not members[JSON]):
         if text_column not in OWN_COLUMNS:

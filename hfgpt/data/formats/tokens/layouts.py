@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hfgpt.data.file_access import open_file
-from hfgpt.data.heads import refuse_beginnings
+from hfgpt.data.heads import is_text, refuse_beginnings
 from hfgpt.data.kinds import BadFile
 from hfgpt.data.token_names import SIDECAR
 
@@ -23,6 +23,7 @@ HEAD_BYTES = 4096
 HEADER_BYTES = 1024  # 256 int32
 # The layouts with such a header, by magic: name, version, and bytes of a token (None: header[3] states them).
 MAGICS = {20240520: ("llm.c", 1, 2), 20240801: ("llm.c for Llama 3", 7, 4), 278895051: ("NeMo Automodel", 1, None)}
+SURE_BYTES = 64  # fewer bytes of tokens could be those of a text, too
 NPY, MEGATRON = b"\x93NUMPY", b"MMIDIDX\0\0"
 MEGATRON_HEADER, MEGATRON_DTYPES = struct.Struct("<9sQBQQ"), {4: "int32", 8: "uint16"}
 DTYPES = {"uint16": "<u2", "uint32": "<u4", "int32": "<i4"}
@@ -83,7 +84,7 @@ def recognize(file: str, stated: str | None, exists: Callable[[str], bool]) -> T
         raise BadFile(f"dataset: {file} is empty; finish writing it, or remove it")
     if len(head.data) >= HEADER_BYTES and not any(head.data[16:HEADER_BYTES]):
         found = _with_header(file, head, stated)
-    elif head.data.startswith(NPY):
+    elif head.data.startswith(NPY) and head.data[6:8] in (b"\1\0", b"\2\0", b"\3\0"):  # its version
         found = _npy(file, head, stated)
     elif file.endswith(".ds") or exists(f"{file}.index"):
         found = _datatrove(file, head, stated, exists)
@@ -162,7 +163,7 @@ def _npy(file: str, head: Head, stated: str | None) -> TokenFile:
 
 def _headerless(file: str, head: Head, stated: str | None) -> TokenFile:
     refuse_beginnings(file, head.data)
-    if head.data[:1] in (b"{", b"<") and head.data.isascii():
+    if is_text(head.data) and (head.data[:1] in (b"{", b"<") or len(head.data) >= SURE_BYTES):
         raise BadFile(f"dataset: {file} is text, not tokens; give it its own suffix, or download the file itself")
     if stated is None and not file.endswith(".bin"):
         known = "tokens_dtype: uint16, uint32 or int32"
