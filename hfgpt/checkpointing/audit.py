@@ -14,6 +14,7 @@ from hfgpt.checkpointing.run_folder import RunFolder
 from hfgpt.config import PretrainConfig
 from hfgpt.data.document_stream import DocumentStream
 from hfgpt.data.loader import iterate
+from hfgpt.data.memory_blocks import MemoryBlocks
 from hfgpt.data.mixture import MixedStream
 from hfgpt.data.run_text import prepare_data_of_run
 from hfgpt.data.source import text_hash
@@ -49,7 +50,7 @@ def audit(folder: str | Path) -> dict[str, Any]:
     seen, skipped = _seen_documents(data.train), Counter[str]()
     same, tokens_of_sources = 0, None
     if isinstance(data.train, MixedStream):
-        _follow_changes(data.train, run)
+        _follow_changes(data.train, run, ledger)
     before = data.train.start
     for line, batch in zip(ledger, iterate(data.train, None), strict=False):
         if not is_hash_of(str(line["batch_hash"]), batch.blocks) or batch.position != line["position"]:
@@ -81,6 +82,7 @@ def audit(folder: str | Path) -> dict[str, Any]:
         "documents": sum(one.count for one in seen.values()) if seen else None,
         "epochs_completed": min(one.epochs_completed for one in seen.values()) if seen else None,
         **({"sources": sources} if sources else {}),
+        **({"not_checked": why} if (why := _why_not_checked(data.train)) else {}),
         "validation_documents": data.validation_documents if seen else None,
         "leaked": sum(of_source[LEAKED].total() for of_source in found) if seen else None,
         "skipped_rows": dict(data.skipped + skipped),
@@ -96,13 +98,23 @@ def _seen_documents(stream: Stream) -> dict[str, _SeenDocuments]:
     return {n: _SeenDocuments(one, n, i) for i, (n, one) in sources if isinstance(one, DocumentStream)}
 
 
-def _follow_changes(stream: MixedStream, run: RunFolder) -> None:
+def _why_not_checked(stream: Stream) -> str:
+    """Return why some or all documents are not checked one by one; empty if they are."""
+    sources = stream.sources if isinstance(stream, MixedStream) else {"": stream}
+    whole = [name for name, one in sources.items() if isinstance(one, MemoryBlocks)]
+    of_sources = f" ({', '.join(whole)})" if any(whole) else ""
+    in_memory = f"documents of text in memory{of_sources}: it is one run of tokens, whose hash and blocks are compared"
+    return in_memory if whole else ""
+
+
+def _follow_changes(stream: MixedStream, run: RunFolder, ledger: list[dict[str, Any]]) -> None:
     """Use the weights that the run has recorded: those of its start, or of its last resume.
 
-    The end of a source is that of the run; a resume may have moved it.
+    Sources end where the ledger says so, because a resume may have moved their ends.
     """
-    if not stream.renormalises:
-        stream.lift_limits()
+    stream.lift_limits()
+    positions = ((line["step"] - 1, line["position"]) for line in ledger)
+    stream.over_at = {step: position["over"] for step, position in positions if "over" in position}
     if changes := [record["weights"] for record in run.records() if record.get("weights")]:
         stream.follow(changes[-1])
 

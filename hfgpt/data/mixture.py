@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
@@ -53,7 +53,8 @@ class MixedStream:
     evenly. Sources in memory are read in order over the step. In a logical stream, blocks are sorted by source.
 
     `schedule`: the weights, and the step from which they count (from 0). `max_epochs` by source: if a source is over,
-    the stream raises TextEnded, or with `renormalises` (for sources in memory) goes on with the others.
+    the stream raises TextEnded, or with `renormalises` (for sources in memory) goes on with the others. `over_at`: of a
+    run that is audited, the sources that were over, by the step (from 0) from which they were.
     Position: `{"step": steps so far, "since": the step from which the weights have counted, "blocks": {source: number
     since then}, "tokens": {source: in total}, "over": [sources], "ahead": {source: blocks by which each logical stream
     is ahead of the last one}, "sources": {source: position}}`.
@@ -66,6 +67,7 @@ class MixedStream:
     sequence_length: int
     blocks_per_step: int
     fingerprint: dict[str, Any]
+    over_at: dict[int, list[str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.names = list(self.sources)
@@ -99,6 +101,14 @@ class MixedStream:
     def _note_schedule(self) -> None:
         self.fingerprint["weights"] = [[first, list(map(str, weights))] for first, weights in self.schedule]
 
+    def with_new_limits(self, position: dict[str, Any], then: dict[str, int | None]) -> dict[str, Any]:
+        """Return the position of a run whose sources had the `max_epochs` of `then`: one that has more comes back."""
+        limits = {name: self.max_epochs[name] or math.inf for name in position["over"]}
+        over = [name for name, limit in limits.items() if limit <= (then.get(name) or math.inf)]
+        if over == position["over"]:
+            return position
+        return {**position, "over": over, "since": position["step"], "blocks": dict.fromkeys(self.names, 0)}
+
     def lift_limits(self) -> None:
         """Let no source end."""
         self.max_epochs = dict.fromkeys(self.names)
@@ -113,15 +123,19 @@ class MixedStream:
         """
         step, since, over = position["step"], position["since"], list(position["over"])
         blocks = [position["blocks"][name] for name in self.names]
-        first, weights = self._stage(step)
+        first, weights = self.stage(step)
         if first > since:
             since, blocks = first, [0] * len(blocks)
+        if self.over_at.get(step, over) != over:
+            over, since, blocks = self.over_at[step], step, [0] * len(blocks)
         while True:
             left = [Fraction(0) if name in over else w for name, w in zip(self.names, weights, strict=True)]
             if not (total := sum(left)):
                 raise TextEnded(f"all sources with a weight have had their max_epochs: {', '.join(over)}")
             counts = step_counts(self.blocks_per_step, tuple(w / total for w in left), blocks, step - since)
-            ended = [name for name, count in zip(self.names, counts, strict=True) if count > self._left(name, position)]
+            ended = [
+                name for name, count in zip(self.names, counts, strict=True) if count > self.blocks_left(name, position)
+            ]
             if not ended:
                 break
             if not self.renormalises:
@@ -137,15 +151,16 @@ class MixedStream:
             "over": over,
         }
 
-    def _stage(self, step: int) -> tuple[int, Weights]:
+    def stage(self, step: int) -> tuple[int, Weights]:
+        """Return the weights of a step, and the step from which they count."""
         return [entry for entry in self.schedule if entry[0] <= step][-1]
 
     def active(self, position: dict[str, Any]) -> list[str]:
         """Return the sources with a weight in the step after `position`."""
-        _, weights = self._stage(position["step"])
+        _, weights = self.stage(position["step"])
         return [name for name, w in zip(self.names, weights, strict=True) if w and name not in position["over"]]
 
-    def _left(self, name: str, position: dict[str, Any]) -> float:
+    def blocks_left(self, name: str, position: dict[str, Any]) -> float:
         """Return how many blocks are left of a source in memory. (A document stream finds its end by itself.)"""
         source, epochs = self.sources[name], self.max_epochs[name]
         if epochs is None or not isinstance(source, MemoryBlocks):

@@ -72,6 +72,37 @@ def _blocks(stream: MixedStream, name: str, step: int, max_steps: int) -> tuple[
     return exact, whole
 
 
+def _until_the_end(
+    stream: MixedStream, position: dict[str, Any], max_steps: int
+) -> tuple[dict[str, Fraction], dict[str, int]]:
+    """Return the blocks of each source from `position` to the end, and the last steps, about, of those that end before.
+
+    Where one ends, the others share its part. Rounding may move an end by a step.
+    """
+    step, over, ends = position["step"], set(position["over"]), dict[str, int]()
+    blocks = dict.fromkeys(stream.names, Fraction(0))
+    limited = stream.names if stream.renormalises else []
+    left = {name: Fraction(count) for name in limited if (count := stream.blocks_left(name, position)) < math.inf}
+    while step < max_steps:
+        _, weights = stream.stage(step)
+        active = {name: w for name, w in zip(stream.names, weights, strict=True) if w and name not in over}
+        if not active:
+            break
+        rates = {name: stream.blocks_per_step * weight / sum(active.values()) for name, weight in active.items()}
+        lasts = {name: step + int(left[name] // rates[name]) for name in rates if name in left}
+        border = min([first for first, _ in stream.schedule if first > step] + [max_steps])
+        last = min([border, *lasts.values()])
+        for name, rate in rates.items():
+            blocks[name] += (last - step) * rate
+            if name in left:
+                left[name] -= (last - step) * rate
+        for name in [name for name, end in lasts.items() if end == last < border]:
+            over.add(name)
+            ends[name] = last
+        step = last
+    return blocks, ends
+
+
 def describe_mixture(stream: MixedStream, data: TextData, position: dict[str, Any], max_steps: int) -> list[str]:
     """Return lines for the plan: the weights, and tokens and epochs of each source, estimates marked."""
     lines = []
@@ -81,11 +112,14 @@ def describe_mixture(stream: MixedStream, data: TextData, position: dict[str, An
             number == len(stream.schedule) - 1 or stream.schedule[number + 1][0] > position["step"]
         ):
             lines.append(f"mixture{where}: {share(stream.names, weights)} of the tokens")
-    length = stream.sequence_length
+    length, (blocks, ends) = stream.sequence_length, _until_the_end(stream, position, max_steps)
     for name, source in stream.sources.items():
-        blocks, _ = _blocks(stream, name, position["step"], max_steps)
-        tokens = position["tokens"][name] + round(blocks * length)
+        tokens = position["tokens"][name] + round(blocks[name] * length)
         limit = f" of at most {stream.max_epochs[name]}" if stream.max_epochs[name] else ""
+        if name in ends:
+            limit += f", until about step {ends[name]:,}; then the others share its part"
+        elif name in position["over"]:
+            limit += ", which it has had"
         epochs = "an unknown number of"
         if isinstance(source, MemoryBlocks):
             epochs = rounded(tokens / length / source.blocks_per_epoch)

@@ -15,6 +15,7 @@ from hfgpt.comparing.plots import build_plots
 from hfgpt.comparing.png import draw
 from hfgpt.comparing.runs import PastRun
 from hfgpt.data.position import SOURCE
+from hfgpt.messages.formats import counted
 from hfgpt.settings.mixture import OF_SOURCE, read_mixture
 
 TEMPLATE = Path(__file__).with_name("model_card.md.jinja")
@@ -32,6 +33,8 @@ PLOT = "loss.png"
 # Metric type on the Hub and display name, by key of an evaluation record.
 TEXT = {"loss": ("loss", "loss"), "perplexity": ("perplexity", "perplexity")}
 TEXT |= {"bits_per_byte": ("bits_per_byte", "bits per byte")}
+_FORMATS = {"loss": "loss {:.4f} nats per token", "perplexity": "perplexity {:.2f}"}
+_FORMATS["bits_per_byte"] = "{:.4f} bits per byte"
 HELD_OUT = {f"eval_{key}": (kind, f"{name} of held-out text") for key, (kind, name) in TEXT.items()}
 HELLASWAG = {"accuracy_norm": ("acc_norm", "accuracy by loss per token"), "accuracy": ("acc", "accuracy by loss")}
 # How `init_from` records a Hub model: with its commit. Anything else is a path, which is not published.
@@ -62,7 +65,8 @@ def model_card(
         results = _eval_results({**dataset, "task": "text", **trainer["evaluation"]}, HELD_OUT)
     for record in later:
         results += _eval_results(record, TEXT if record["task"] == "text" else HELLASWAG)
-    of_mixture = [source.hub for source in describe_sources(config, fingerprint) if source.hub]
+    sources = describe_sources(config, fingerprint, trainer.get("sources"))
+    of_mixture = [source.hub for source in sources if source.hub]
     data = _metadata(config, name, results, [config["dataset"]] if commit else of_mixture)
     shape = ""
     if model:
@@ -77,16 +81,19 @@ def model_card(
         evaluation=trainer["evaluation"],
         evaluation_step=trainer["evaluation_step"],
         step=step,
+        named_results=_named_results(trainer["evaluation"]),
         later_results=[_result_row(record) for record in later],
         loss_plot=PLOT if records else None,
         training=[
             ("text", text),
-            *_source_rows(config, fingerprint),
+            *((f"source {source.name}", source.text) for source in sources),
             *_ready_tokens(fingerprint),
             *_training_rows(config, fingerprint, trainer, run),
             *_speed_rows(records),
         ],
-        hyperparameters=[(key, config[key]) for key in HYPERPARAMETERS if config.get(key) is not None],
+        hyperparameters=[
+            (key.replace("_", " "), config[key]) for key in HYPERPARAMETERS if config.get(key) is not None
+        ],
         sequence_length=config["sequence_length"],
     )
 
@@ -173,7 +180,10 @@ def _describe_text(config: dict[str, Any], fingerprint: dict[str, Any]) -> str:
     if rows := fingerprint.get("dataset.rows"):
         return f"{rows:,} rows given in Python"
     files = [key.removeprefix("dataset.file ") for key in fingerprint if key.startswith("dataset.file ")]
-    return Path(files[0]).name if len(files) == 1 else f"{fingerprint.get('dataset.files', len(files))} local files"
+    name, count = Path(config["dataset"]).name, fingerprint.get("dataset.files", len(files))
+    if count == 1 and Path(files[0] if files else name).name == name:
+        return name
+    return f"{name} ({counted(count, 'local file')})" if name else counted(count, "local file")
 
 
 class DescribedSource(NamedTuple):
@@ -184,24 +194,49 @@ class DescribedSource(NamedTuple):
     text: str
 
 
-def describe_sources(config: dict[str, Any], fingerprint: dict[str, Any]) -> list[DescribedSource]:
-    """Describe the sources of a mixture, with their weights; empty for a single text."""
+def describe_sources(
+    config: dict[str, Any], fingerprint: dict[str, Any], progress: dict[str, dict[str, Any]] | None = None
+) -> list[DescribedSource]:
+    """Describe the sources of a mixture, with their weights and `progress` (of `Progress`); empty for a single text."""
     if not isinstance(config["dataset"], list):
         return []
     found, mixture = [], read_mixture(config["dataset"], config.get("stages"), OF_SOURCE)
     for number, source in enumerate(mixture.sources):
         prefix = f"{source.name}{SOURCE}"
         own = {key.removeprefix(prefix): value for key, value in fingerprint.items() if key.startswith(prefix)}
-        shares = [f"{100 * float(Fraction(weights[number])):.3g} %" for _, weights in fingerprint.get("weights", [])]
+        step_tokens = fingerprint["blocks_per_step"] * fingerprint["sequence_length"]
+        shares = [
+            f"{100 * float(Fraction(weights[number])):.3g} %"
+            + (f" after {first * step_tokens:,}" if first else " of the tokens")
+            for first, weights in fingerprint.get("weights", [])
+        ]
         hub = source.settings["dataset"] if own.get("dataset.commit") else None
         text = _describe_text({"dataset": "", **source.settings}, own)
         text += f", token ids that were ready ({ready})" if (ready := own.get("dataset.tokens")) else ""
-        found.append(DescribedSource(source.name, hub, f"{', then '.join(shares)} of the tokens: {text}"))
+        so_far = _so_far((progress or {}).get(source.name, {}))
+        found.append(DescribedSource(source.name, hub, f"{', then '.join(shares)}: {text}{so_far}"))
     return found
 
 
-def _source_rows(config: dict[str, Any], fingerprint: dict[str, Any]) -> list[tuple[str, str]]:
-    return [(f"source {source.name}", source.text) for source in describe_sources(config, fingerprint)]
+def _so_far(progress: dict[str, Any]) -> str:
+    """Describe what a run has seen of a source, and its loss."""
+    words = [f"{progress['tokens']:,} tokens"] if "tokens" in progress else []
+    if "last_step" in progress:
+        words.append(f"to step {progress['last_step']:,}, where its max_epochs ended")
+    if "loss" in progress:
+        words.append(f"loss {progress['loss']:.4f} in step {progress['loss_step']:,}")
+    return "".join(f"; {word}" for word in words)
+
+
+def _named_results(evaluation: dict[str, Any] | None) -> list[tuple[str, str]]:
+    """Return a row for each named text of an evaluation record."""
+    names = [key.partition("/")[2] for key in evaluation or {} if key.startswith("eval_loss/")]
+    rows = []
+    for name in names:
+        values = {key: (evaluation or {}).get(f"eval_{key}/{name}") for key in TEXT}
+        shown = [_FORMATS[key].format(value) for key, value in values.items() if value is not None]
+        rows.append((f"held-out text {name}", ", ".join(shown)))
+    return rows
 
 
 def _describe_source(record: dict[str, Any]) -> str:
@@ -236,9 +271,7 @@ def _eval_results(record: dict[str, Any], metrics: dict[str, tuple[str, str]]) -
 def _result_row(record: dict[str, Any]) -> tuple[str, str]:
     """Return the row for an evaluation record in the table of results."""
     if record["task"] == "text":
-        formats = {"loss": "loss {:.4f} nats per token", "perplexity": "perplexity {:.2f}"}
-        formats["bits_per_byte"] = "{:.4f} bits per byte"
-        values = [text.format(record[key]) for key, text in formats.items() if record.get(key) is not None]
+        values = [text.format(record[key]) for key, text in _FORMATS.items() if record.get(key) is not None]
         return "text", f"{_describe_source(record)}, {record['scored_tokens']:,} tokens: {', '.join(values)}"
     values = []
     for key, (_, name) in HELLASWAG.items():

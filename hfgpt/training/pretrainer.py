@@ -27,7 +27,7 @@ from hfgpt.training.non_finite import Step
 from hfgpt.training.run import TrainingRun
 from hfgpt.training.saving import note_saved, record_lost_output, record_samples, save, write_report
 from hfgpt.training.setup import prepare
-from hfgpt.training.source_losses import SourceLosses, losses_are_due
+from hfgpt.training.source_losses import losses_are_due, note_sources
 from hfgpt.training.step import StepResult
 
 
@@ -161,10 +161,7 @@ def advance(run: TrainingRun, own: StepBatch, text: StepText, result: StepResult
     progress.step += 1
     progress.num_input_tokens_seen += run.step.batch.tokens_per_step
     progress.skipped_rows.update(text.skipped)
-    of_sources = {}
-    if isinstance(run.data.train, MixedStream):
-        of_sources = {"blocks": run.data.train.blocks_between(run.position, text.position)}
-        run.source_losses = SourceLosses(own.sources, result, of_sources["blocks"])
+    of_sources = note_sources(run, own, text, result)
     run.position = text.position
     run.folder.record_text(step=progress.step, batch_hash=batch_hash(text.hashes), **of_sources, position=text.position)
     run.step.is_updating = False
@@ -185,7 +182,7 @@ def log(run: TrainingRun) -> None:
     if not (logs := run.non_finite.read()):
         return
     if run.source_losses:
-        logs |= run.source_losses.read(run.machine.ranks, run.position["tokens"])
+        logs |= run.source_losses.read(run.machine.ranks, run.progress)
     if (peak := peak_memory_bytes(run.machine.accelerator.device)) is not None:  # trackers want numbers
         logs["memory_bytes"] = peak
     try:

@@ -26,11 +26,14 @@ class Progress:
     best_metric: float | None = None
     best_step: int | None = None
     trackers: dict[str, str] = field(default_factory=dict)  # the id of the run in each tracker
+    # Of each source of a mixture: `tokens` so far, newest `loss` and its `loss_step`, and `last_step` if it is over.
+    sources: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         state = {one.name: getattr(self, one.name) for one in fields(self)}
         # JSON has no infinity, so an overflowing evaluation is not kept.
         is_finite = math.isfinite(self.evaluation.get("eval_perplexity", math.nan))
+        state["sources"] = {name: dict(of) for name, of in self.sources.items()}
         return {**state, "skipped_rows": dict(self.skipped_rows), "evaluation": self.evaluation if is_finite else None}
 
     @classmethod

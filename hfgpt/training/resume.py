@@ -20,6 +20,7 @@ from hfgpt.data.mixture_plan import share
 from hfgpt.data.position import resumed_position
 from hfgpt.distributed.ranks import Ranks
 from hfgpt.errors import UserError
+from hfgpt.settings.mixture import OF_SOURCE, Mixture, read_mixture
 from hfgpt.training.lr_schedule import LearningRate
 from hfgpt.training.plan import Plan
 from hfgpt.training.progress import Progress
@@ -69,6 +70,8 @@ def _continue_mixture(
         before = saved["position"].get("tokens", {})
         tokens = {name: before.get(name, 0) for name in stream.names}
         position = {**position, "step": step, "since": step, "tokens": tokens}
+    then = read_mixture(trainer["config"]["dataset"], None, OF_SOURCE) if position["over"] else Mixture()
+    position = stream.with_new_limits(position, {source.name: source.max_epochs for source in then.sources})
     now = mixture.schedule(plan.batch.tokens_per_step, step, trainer["num_input_tokens_seen"])
     history = saved["fingerprint"].get("weights", [])
     if not (stream.follow(history, step, now) and history):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from hfgpt.data.mixture import MixedStream
+from hfgpt.data.stream import StepBatch, StepText
 from hfgpt.distributed.ranks import Ranks
+from hfgpt.training.progress import Progress
 from hfgpt.training.step import StepResult
 
 if TYPE_CHECKING:
@@ -23,7 +26,7 @@ class SourceLosses:
     def __init__(self, sources: np.ndarray | None, result: StepResult, blocks: dict[str, int]) -> None:
         self.sources, self.result, self.blocks = sources, result, blocks
 
-    def read(self, ranks: Ranks, tokens: dict[str, int]) -> dict[str, Any]:
+    def read(self, ranks: Ranks, progress: Progress) -> dict[str, Any]:
         """Return `tokens/NAME`, of the run so far, and `loss/NAME`, of this step, for each source.
 
         A loss is None if the step has no block of the source, or did not compute losses by row. Call on all processes.
@@ -40,7 +43,33 @@ class SourceLosses:
             of_all = np.sum(ranks.gather(sums), axis=0)
             for name, part in zip(names, of_all.tolist(), strict=True):
                 losses[name] = part * total / self.blocks[name] if self.blocks[name] else None
-        return {f"tokens/{name}": tokens[name] for name in names} | {f"loss/{name}": losses[name] for name in names}
+        for name, newest in losses.items():
+            if newest is not None and math.isfinite(newest):
+                progress.sources[name] |= {"loss": newest, "loss_step": progress.step}
+        tokens = {f"tokens/{name}": progress.sources[name]["tokens"] for name in names}
+        return tokens | {f"loss/{name}": losses[name] for name in names}
+
+
+def note_sources(run: TrainingRun, own: StepBatch, text: StepText, result: StepResult) -> dict[str, Any]:
+    """Note a step of a mixture by source, before `run.position` moves on. Returns what the ledger has of it."""
+    mixture, progress = run.data.train, run.progress
+    if not isinstance(mixture, MixedStream):
+        return {}
+    blocks = mixture.blocks_between(run.position, text.position)
+    run.source_losses = SourceLosses(own.sources, result, blocks)
+    for name, tokens in text.position["tokens"].items():
+        of_source = progress.sources.setdefault(name, {})
+        of_source["tokens"] = tokens
+        if name not in text.position["over"]:
+            of_source.pop("last_step", None)
+        elif name not in run.position["over"]:
+            of_source["last_step"], limit = progress.step - 1, mixture.max_epochs[name]
+            run.record(event="source_exhausted", source=name, max_epochs=limit)
+            if run.is_main:
+                print(
+                    f"Source {name} has had its max_epochs={limit}: without it from step {progress.step} on", flush=True
+                )
+    return {"blocks": blocks}
 
 
 def losses_are_due(run: TrainingRun) -> bool:

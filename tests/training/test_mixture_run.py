@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -82,6 +83,10 @@ def test_logging_of_sources_does_not_change_the_run(mixture):
     every, seldom = trained(mixture("every")), trained(mixture("seldom", logging_steps=4))
     assert same_weights(every, seldom) and hashes(every) == hashes(seldom)
     assert all(record["loss/wiki"] and record["loss/code"] for record in records(every))
+    blocks = [json.loads(line)["blocks"] for line in every.folder.ledger.read_text().splitlines()]
+    for record, of_step in zip(records(every), blocks, strict=True):  # the loss is their mean, weighted by tokens
+        parts = [record[f"loss/{name}"] * count for name, count in of_step.items()]
+        assert sum(parts) / sum(of_step.values()) == pytest.approx(record["loss"], abs=1e-6)
     last = records(every)[-1]
     assert last["tokens/wiki"] + last["tokens/code"] == last["num_input_tokens_seen"]
 
@@ -127,7 +132,7 @@ def test_a_changed_weight_counts_from_the_next_step_and_is_recorded(mixture, cap
     last = trained(mixture(weights=(0.25, 0.75), max_steps=9, resume_from_checkpoint="latest"))
     assert last.data.train.fingerprint["weights"] == event["weights"] and not audit(run.folder.path)["problems"]
     card = (run.folder.checkpoint(8) / "README.md").read_text()
-    assert "| source wiki | 50 %, then 25 % of the tokens: wiki.jsonl |" in card
+    assert "| source wiki | 50 % of the tokens, then 25 % after 1,024: wiki.jsonl; 768 tokens;" in card
     with pytest.raises(UserError, match="wiki"):
         other = mixture().dataset[1:]
         trained(mixture(dataset=other, max_steps=9, resume_from_checkpoint="latest"))
@@ -171,15 +176,44 @@ def test_the_end_of_a_streamed_source_ends_the_run(mixture, capsys):
     assert not audit(run.folder.path)["problems"]
 
 
-def test_a_source_in_memory_that_would_end_is_refused_before_the_run(mixture, tmp_path):
+def test_a_source_in_memory_that_would_end_is_refused_before_the_run(mixture, tmp_path, capsys):
     with pytest.raises(UserError, match=r"source code: max_epochs=1 leaves .* blocks, but the run needs"):
         Pretrainer(mixture(weights=(1, 9), max_epochs=1, max_steps=50)).train()
     assert not (tmp_path / "run").exists()
-    run = trained(mixture(weights=(1, 9), max_epochs=1, max_steps=50, on_exhausted="renormalise"))
+    run = trained(mixture(weights=(1, 9), max_epochs=1, max_steps=50, eval_steps=50, on_exhausted="renormalise"))
     blocks = [json.loads(line)["blocks"] for line in run.folder.ledger.read_text().splitlines()]
     ended = next(step for step, one in enumerate(blocks) if one["wiki"] == 16)
     assert all(one["wiki"] == 16 for one in blocks[ended:]) and ended > 3
-    assert not audit(run.folder.path)["problems"]
+    found = audit(run.folder.path)
+    assert not found["problems"] and found["not_checked"].startswith("documents of text in memory (wiki, code)")
+    [event] = [one for one in lines(run.folder.path, "event") if one["event"] == "source_exhausted"]
+    assert (event["source"], event["step"], event["max_epochs"]) == ("code", ended + 1, 1)
+    assert f"Source code has had its max_epochs=1: without it from step {ended + 1} on" in capsys.readouterr().out
+    tokens = {name: 16 * sum(one[name] for one in blocks) for name in ("wiki", "code")}
+    plan, card = "\n".join(run.plan.text), (run.folder.checkpoint(50) / "README.md").read_text()
+    planned = {name: int(re.search(rf"^{name}: ([\d,]+) tokens", plan, re.M)[1].replace(",", "")) for name in tokens}
+    step = int(re.search(r"^code: .* of at most 1, until about step (\d+);", plan, re.M)[1])
+    assert abs(step - ended) <= 1 and all(abs(planned[name] - tokens[name]) <= 256 for name in tokens)
+    last = next(one for one in reversed(records(run)) if one["loss/code"])
+    assert f"wiki.jsonl; {tokens['wiki']:,} tokens; loss {records(run)[-1]['loss/wiki']:.4f} in step 50 |" in card
+    words = f"to step {ended}, where its max_epochs ended; loss {last['loss/code']:.4f} in step {last['step']} |"
+    assert f"code.jsonl; {tokens['code']:,} tokens; {words}" in card
+    evaluation = run.progress.evaluation
+    assert f"| held-out text code | loss {evaluation['eval_loss/code']:.4f} nats per token" in card
+
+
+def test_a_resume_may_move_the_end_of_a_source(mixture):
+    settings = {"weights": (1, 9), "max_epochs": 1, "max_steps": 12, "on_exhausted": "renormalise"}
+    run = trained(mixture(**settings))
+    assert run.position["over"] == ["code"]
+    again = {**settings, "max_epochs": 2, "max_steps": 14, "resume_from_checkpoint": "latest"}
+    run = trained(mixture(**again))
+    blocks = [json.loads(line)["blocks"]["code"] for line in run.folder.ledger.read_text().splitlines()]
+    assert blocks[11:] == [0, 15, 14] or blocks[11:] == [0, 14, 15]
+    assert not audit(run.folder.path)["problems"] and "last_step" not in run.progress.sources["code"]
+    run = trained(mixture("stops", **{**settings, "on_exhausted": "stop", "max_steps": 8}))
+    run = trained(mixture("stops", **{**settings, "resume_from_checkpoint": "latest"}))
+    assert run.position["over"] == ["code"] and not audit(run.folder.path)["problems"]
 
 
 def test_named_evaluation_and_the_metric_that_is_best(mixture, tmp_path):
