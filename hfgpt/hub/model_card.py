@@ -5,18 +5,15 @@ from __future__ import annotations
 import re
 import statistics
 from collections.abc import Iterable, Sequence
-from fractions import Fraction
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from hfgpt.comparing.plots import build_plots
 from hfgpt.comparing.png import draw
 from hfgpt.comparing.runs import PastRun
-from hfgpt.data.position import SOURCE
-from hfgpt.messages.formats import counted
-from hfgpt.settings.mixture import OF_SOURCE, read_mixture
+from hfgpt.hub.describe_text import describe_record, describe_sources, describe_text
 
 TEMPLATE = Path(__file__).with_name("model_card.md.jinja")
 # Fields of metrics.jsonl that are published: numbers, never text or paths.
@@ -57,7 +54,7 @@ def model_card(
     model, by default the run's. later: records of later evaluations of this checkpoint.
     """
     config, model, step = trainer["config"], run.get("model"), trainer["step"]
-    text, commit = _describe_text(config, fingerprint), fingerprint.get("dataset.commit")
+    text, commit = describe_text(config, fingerprint), fingerprint.get("dataset.commit")
     name = name or config["run_name"] or Path(config["output_dir"]).name or "GPT-2-style model"
     results = []
     if trainer["evaluation"] and trainer["evaluation_step"] == step:
@@ -170,64 +167,6 @@ def split_languages(names: str | None) -> list[str] | None:
     return [name.strip() for name in names.split(",")] if names else None
 
 
-def _describe_text(config: dict[str, Any], fingerprint: dict[str, Any]) -> str:
-    """Describe the training text, without local paths."""
-    if isinstance(config["dataset"], list):
-        return f"a mixture of {len(config['dataset'])} sources"
-    commit = fingerprint.get("dataset.commit")
-    if commit or config["dataset"] == "embedded":
-        return _describe_source({**config, "dataset_revision": commit})
-    if rows := fingerprint.get("dataset.rows"):
-        return f"{rows:,} rows given in Python"
-    files = [key.removeprefix("dataset.file ") for key in fingerprint if key.startswith("dataset.file ")]
-    name, count = Path(config["dataset"]).name, fingerprint.get("dataset.files", len(files))
-    if count == 1 and Path(files[0] if files else name).name == name:
-        return name
-    return f"{name} ({counted(count, 'local file')})" if name else counted(count, "local file")
-
-
-class DescribedSource(NamedTuple):
-    """A source of a mixture: its Hub id, if it is public, and text without local paths."""
-
-    name: str
-    hub: str | None
-    text: str
-
-
-def describe_sources(
-    config: dict[str, Any], fingerprint: dict[str, Any], progress: dict[str, dict[str, Any]] | None = None
-) -> list[DescribedSource]:
-    """Describe the sources of a mixture, with their weights and `progress` (of `Progress`); empty for a single text."""
-    if not isinstance(config["dataset"], list):
-        return []
-    found, mixture = [], read_mixture(config["dataset"], config.get("stages"), OF_SOURCE)
-    for number, source in enumerate(mixture.sources):
-        prefix = f"{source.name}{SOURCE}"
-        own = {key.removeprefix(prefix): value for key, value in fingerprint.items() if key.startswith(prefix)}
-        step_tokens = fingerprint["blocks_per_step"] * fingerprint["sequence_length"]
-        shares = [
-            f"{100 * float(Fraction(weights[number])):.3g} %"
-            + (f" after {first * step_tokens:,}" if first else " of the tokens")
-            for first, weights in fingerprint.get("weights", [])
-        ]
-        hub = source.settings["dataset"] if own.get("dataset.commit") else None
-        text = _describe_text({"dataset": "", **source.settings}, own)
-        text += f", token ids that were ready ({ready})" if (ready := own.get("dataset.tokens")) else ""
-        so_far = _so_far((progress or {}).get(source.name, {}))
-        found.append(DescribedSource(source.name, hub, f"{', then '.join(shares)}: {text}{so_far}"))
-    return found
-
-
-def _so_far(progress: dict[str, Any]) -> str:
-    """Describe what a run has seen of a source, and its loss."""
-    words = [f"{progress['tokens']:,} tokens"] if "tokens" in progress else []
-    if "last_step" in progress:
-        words.append(f"to step {progress['last_step']:,}, where its max_epochs ended")
-    if "loss" in progress:
-        words.append(f"loss {progress['loss']:.4f} in step {progress['loss_step']:,}")
-    return "".join(f"; {word}" for word in words)
-
-
 def _named_results(evaluation: dict[str, Any] | None) -> list[tuple[str, str]]:
     """Return a row for each named text of an evaluation record."""
     names = [key.partition("/")[2] for key in evaluation or {} if key.startswith("eval_loss/")]
@@ -239,18 +178,9 @@ def _named_results(evaluation: dict[str, Any] | None) -> list[tuple[str, str]]:
     return rows
 
 
-def _describe_source(record: dict[str, Any]) -> str:
-    """Describe the text of an evaluation record, without local paths."""
-    if record.get("dataset_revision"):
-        words = {"dataset_name": "configuration", "dataset_split": "split", "dataset_revision": "commit"}
-        parts = [f"{word} {record[key]}" for key, word in words.items() if record.get(key)]
-        return ", ".join([record["dataset"], *parts])
-    return "Python's own documentation" if record["dataset"] == "embedded" else Path(record["dataset"]).name
-
-
 def _eval_results(record: dict[str, Any], metrics: dict[str, tuple[str, str]]) -> list[EvalResult]:
     """Return the Hub metadata for an evaluation record, with each of `metrics` that it has."""
-    is_text, on_hub, name = record["task"] == "text", record.get("dataset_revision"), _describe_source(record)
+    is_text, on_hub, name = record["task"] == "text", record.get("dataset_revision"), describe_record(record)
     dataset = {
         "dataset_type": record["dataset"] if on_hub else record["task"],
         "dataset_name": name if is_text else f"HellaSwag ({name})",
@@ -272,12 +202,12 @@ def _result_row(record: dict[str, Any]) -> tuple[str, str]:
     """Return the row for an evaluation record in the table of results."""
     if record["task"] == "text":
         values = [text.format(record[key]) for key, text in _FORMATS.items() if record.get(key) is not None]
-        return "text", f"{_describe_source(record)}, {record['scored_tokens']:,} tokens: {', '.join(values)}"
+        return "text", f"{describe_record(record)}, {record['scored_tokens']:,} tokens: {', '.join(values)}"
     values = []
     for key, (_, name) in HELLASWAG.items():
         error = record.get(f"{key}_stderr")
         values.append(f"{name} {record[key]:.2%}" + (f" (standard error {error:.2%})" if error is not None else ""))
-    return "HellaSwag", f"{_describe_source(record)}, {record['examples']:,} examples: {', '.join(values)}"
+    return "HellaSwag", f"{describe_record(record)}, {record['examples']:,} examples: {', '.join(values)}"
 
 
 def _ready_tokens(fingerprint: dict[str, Any]) -> list[tuple[str, str]]:
