@@ -112,13 +112,17 @@ class DocumentStream:
         """Have logical streams from the `first` on read the text of their first step together if it is remote."""
         if self.source.is_local or len(packs) < 2:
             return packs
+        return start_together(packs, self.next_units(cursors[first : first + len(packs)], first))
+
+    def next_units(self, cursors: Sequence[list[int]], first: int) -> list[int]:
+        """Return the numbers of the units that logical streams from the `first` on read next."""
         orders: dict[int, np.ndarray] = {}  # by epoch
         units = []
-        for stream, (epoch, part, *_) in enumerate(cursors[first : first + len(packs)], start=first):
+        for stream, (epoch, part, *_) in enumerate(cursors, start=first):
             if epoch not in orders:
                 orders[epoch] = self._shuffle_parts(epoch)
             units.append(int(orders[epoch][stream :: self.streams][part : part + 1, 0].sum()))
-        return start_together(packs, units)
+        return units
 
     def pack(self, stream: int, cursor: list[int], counts: Iterable[int]) -> Iterator[StepBatch]:
         """Yield one logical stream's blocks of each step, `counts` of them, packed from its documents end to end."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
@@ -13,6 +13,7 @@ import numpy as np
 
 from hfgpt.data.document_stream import DocumentStream
 from hfgpt.data.memory_blocks import MemoryBlocks
+from hfgpt.data.mixture_readers import DocumentReader, MemoryReader, start_readers
 from hfgpt.data.stream import Decode, StepBatch
 from hfgpt.errors import TextEnded
 
@@ -190,25 +191,28 @@ class MixedStream:
         return dealt, {name: (of - of.min()).tolist() for name, of in ahead.items()}
 
     def steps(self, position: dict[str, Any], first: int, last: int) -> Iterator[StepBatch]:
-        readers: list[_MemoryReader | _DocumentReader] = []
+        readers: list[MemoryReader | DocumentReader] = []
         for name, source in self.sources.items():
             place = position["sources"][name], first, last
             if isinstance(source, MemoryBlocks):
-                readers.append(_MemoryReader(source, *place))
+                readers.append(MemoryReader(source, *place))
             else:
-                readers.append(_DocumentReader(source, *place))
+                readers.append(DocumentReader(name, source, *place))
+        is_started = False
         while True:
             counts, counters = self.plan_step(position)
             dealt, ahead = self.deal(counts, position)
+            for reader, of_source in zip(readers, dealt.tolist(), strict=True):
+                reader.feed(of_source)
+            if not is_started:
+                start_readers(readers)
+            is_started = True
             sources = np.concatenate([np.repeat(np.arange(len(counts)), of) for of in dealt[:, first:last].T])
             blocks = np.empty((len(sources), self.sequence_length + 1), np.int32)
             skipped, positions = Counter[str](), {}
             documents: list[list[Any]] = [[] for _ in range(first, last)]
             for number, (name, reader) in enumerate(zip(self.names, readers, strict=True)):
-                try:
-                    read = reader.read(dealt[number].tolist())
-                except TextEnded as end:
-                    raise TextEnded(f"source {name}: {end}") from end
+                read = reader.read()
                 blocks[sources == number] = read.blocks
                 skipped.update(read.skipped)
                 positions[name] = read.position
@@ -237,46 +241,3 @@ class MixedStream:
                     found = source.locate_rows(decode, batch, own[wanted].tolist())
                 located += [{"source": name, **one} for one in found]
         return located
-
-
-class _MemoryReader:
-    """Reads one process's blocks of a source in memory."""
-
-    def __init__(self, source: MemoryBlocks, position: dict[str, Any], first: int, last: int) -> None:
-        self.source, self.first, self.last = source, first, last
-        self._counts: deque[int] = deque()
-        self._blocks = source.advance(position, iter(self._counts.popleft, None))
-
-    def read(self, counts: list[int]) -> StepBatch:
-        """Return this process's part of the next blocks; `counts` are those of all logical streams."""
-        self._counts.append(sum(counts))
-        starts, position = next(self._blocks)
-        own = slice(sum(counts[: self.first]), sum(counts[: self.last]))
-        return StepBatch(self.source.read(starts[own]), position)
-
-
-class _DocumentReader:
-    """Reads one process's blocks of a document stream. A logical stream that is not needed yet is not begun."""
-
-    def __init__(self, source: DocumentStream, position: dict[str, Any], first: int, last: int) -> None:
-        self.first, self.last = first, last
-        self.cursors = list(position["streams"][first:last])
-        self._counts: list[deque[int]] = [deque() for _ in self.cursors]
-        feeds: list[Callable[[], int]] = [counts.popleft for counts in self._counts]
-        packed = zip(range(first, last), self.cursors, feeds, strict=True)
-        self._packs = [source.pack(stream, cursor, iter(feed, None)) for stream, cursor, feed in packed]
-        self._none = np.empty((0, source.sequence_length + 1), np.int32)
-
-    def read(self, counts: list[int]) -> StepBatch:
-        blocks, skipped = [self._none], Counter[str]()
-        documents: list[list[Any]] = []
-        for number, count in enumerate(counts[self.first : self.last]):
-            documents.append([])
-            if count:
-                self._counts[number].append(count)
-                batch = next(self._packs[number])
-                blocks.append(batch.blocks)
-                skipped.update(batch.skipped)
-                documents[-1] = batch.documents[0]
-                self.cursors[number] = batch.position["streams"][0]
-        return StepBatch(np.concatenate(blocks), {"streams": list(self.cursors)}, skipped, documents)

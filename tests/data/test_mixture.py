@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import pickle
 import random
+import threading
 from contextlib import ExitStack, closing
 from fractions import Fraction
 from pathlib import Path
@@ -14,7 +16,7 @@ import numpy as np
 import pytest
 
 from hfgpt import PretrainConfig
-from hfgpt.data import prepare_data
+from hfgpt.data import document_stream, prepare_data
 from hfgpt.data.loader import iterate
 from hfgpt.data.mixture import step_counts
 from hfgpt.data.stream import batch_hash, join_batches
@@ -110,6 +112,26 @@ def test_resumes_onto_other_processes_do_not_change_the_blocks(stream):
         batches += parts(pickle.loads(pickle.dumps(mixture)), position, count, world, workers)
         position = json.loads(json.dumps(batches[-1].position))
     assert facts(batches) == whole
+
+
+def test_remote_sources_read_the_text_of_their_first_step_together(texts, monkeypatch):
+    train = prepare_data(mixed(texts, streaming=True), 8).train
+    expected, inside, together = facts(parts(train, None, 5)), set(), threading.Event()
+    for stream in train.sources.values():
+        stream.source = dataclasses.replace(stream.source, is_local=False)
+    read = document_stream._read
+
+    def read_slowly(source, unit):
+        if threading.current_thread() is not threading.main_thread():  # where the first unit is read alone
+            inside.add(unit.file)
+            if len(inside) > 1:
+                together.set()
+            assert together.wait(20)
+        return read(source, unit)
+
+    monkeypatch.setattr(document_stream, "_read", read_slowly)
+    assert facts(parts(train, None, 5)) == expected
+    assert together.is_set()
 
 
 @pytest.mark.parametrize("streaming", [False, True])
