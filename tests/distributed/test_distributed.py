@@ -97,16 +97,21 @@ def test_one_process_two_and_two_that_share_the_model_are_one_run(launch, optim)
 
 
 @pytest.mark.slow
-def test_a_run_resumes_as_another_kind(launch, tmp_path):
-    whole = launch("one", "whole", "--per_device_train_batch_size", "8")
+def test_a_run_on_a_mixture_resumes_as_another_kind(launch, tmp_path, document_folder):
+    texts = [{"text": f"code {n} says {n * n % 101}"} for n in range(200)]
+    (tmp_path / "code.jsonl").write_text("".join(json.dumps(text) + "\n" for text in texts))
+    sources = [{"dataset": str(document_folder), "name": "docs", "weight": 0.7}]
+    sources += [{"dataset": str(tmp_path / "code.jsonl"), "weight": 0.3}]
+    mixture = ["--dataset", json.dumps(sources)]
+    whole = launch("one", "whole", "--per_device_train_batch_size", "8", *mixture)
     shutil.copytree(whole / "checkpoint-2", tmp_path / "moved" / "checkpoint-2")
-    resume = ["--resume_from_checkpoint", "latest", "--per_device_train_batch_size", "4"]
-    for kind, steps in (("fsdp2", "4"), ("cpus", "5"), ("fsdp2", "6")):
+    resume = ["--resume_from_checkpoint", "latest", "--per_device_train_batch_size", "4", *mixture]
+    for kind, steps in (("fsdp2", "4"), ("one", "5"), ("fsdp2", "6")):
         moved = launch(kind, "moved", *resume, "--max_steps", steps)
     assert (whole / "ledger.jsonl").read_text().splitlines()[2:] == (moved / "ledger.jsonl").read_text().splitlines()
-    for key in ("loss", "learning_rate"):
+    for key in ("loss", "loss/docs", "loss/code", "learning_rate"):
         first, second = ([line[key] for line in lines(folder)] for folder in (whole, moved))
-        assert second == pytest.approx(first[2:], abs=2e-5), key
+        assert second == pytest.approx(first[2:], abs=2e-5) and None not in second, key
     assert all(find_damage(folder) is None for folder in moved.glob("checkpoint-?"))
 
 
