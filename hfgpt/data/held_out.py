@@ -36,7 +36,8 @@ class HeldOut:
     """Validation documents, and the units or documents (of a text in memory) that remain for training.
 
     `rule` is recorded, so that a resumed run holds out the same text. `origin` is shown in the plan. `split_document`
-    is the whole document that the border of the held-out part splits. `skipped`: rows skipped while reading.
+    is the whole document that the border of the held-out part splits. `skipped`: rows skipped while reading. `size`:
+    about how large the text of a stream is that remains, judging by what was read; see `_size_of`.
     """
 
     validation: list[Row]
@@ -46,6 +47,7 @@ class HeldOut:
     documents: list[Row]
     split_document: Row | None = None
     skipped: Counter[str] = field(default_factory=Counter)
+    size: float | None = None
 
     @functools.cached_property
     def hashes(self) -> frozenset[int]:
@@ -193,7 +195,7 @@ class _Border(NamedTuple):
 
 def _hold_out_of_stream(source: Source) -> HeldOut:
     read = functools.cache(source.read)
-    border, units = _find_border(source, read)
+    border, units, share_read = _find_border(source, read)
     rule = border.rule(source)
     held_out = HeldOut([], rule, rule + border.share, border.units_before(source), [])
     for place in sorted(place for place in units if place >= border.place):
@@ -205,7 +207,16 @@ def _hold_out_of_stream(source: Source) -> HeldOut:
     if border.character and held_out.validation:
         held_out.split_document = held_out.validation[0]
         held_out.validation[0] = held_out.split_document[border.character :]
+    whole = sum(_size_of(row) for unit in units.values() for row in read(unit)) / share_read
+    held_out.size = whole - sum(map(_size_of, held_out.validation))
     return held_out
+
+
+def _size_of(row: Row | Unusable) -> int:
+    """Return the UTF-8 bytes of a text, or the number of tokens and a separator. (Files also have keys and escapes.)"""
+    if isinstance(row, Unusable):
+        return 0
+    return len(row.encode()) if isinstance(row, str) else len(row) + 1
 
 
 def _from_the_end(source: Source) -> Iterator[tuple[_Place, Unit, int]]:
@@ -219,8 +230,8 @@ def _from_the_end(source: Source) -> Iterator[tuple[_Place, Unit, int]]:
             yield _Place(number, of_file), units[of_file], size
 
 
-def _find_border(source: Source, read: Callable[[Unit], Rows]) -> tuple[_Border, dict[_Place, Unit]]:
-    """Find where the last tenth of the characters begins. Also returns the units that were read.
+def _find_border(source: Source, read: Callable[[Unit], Rows]) -> tuple[_Border, dict[_Place, Unit], float]:
+    """Find where the last tenth of the characters begins. Also returns the units that were read, and their share.
 
     Of a remote source, or one above 16 MiB, only the end is read; it also gives the ratio of characters to bytes.
     """
@@ -252,7 +263,11 @@ def _find_border(source: Source, read: Callable[[Unit], Rows]) -> tuple[_Border,
     for place, of_unit in lengths.items():
         for row in reversed(range(len(of_unit))):
             if of_unit[row] >= wanted:
-                return _Border(place, row, of_unit[row] - wanted, share), units
+                return (
+                    _Border(place, row, of_unit[row] - wanted, share),
+                    units,
+                    max(read_bytes, 1) / max(total_bytes, 1),
+                )
             wanted -= of_unit[row]
     raise AssertionError("the text has fewer characters than were counted")
 

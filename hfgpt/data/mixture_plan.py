@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from hfgpt.data.document_stream import DocumentStream
+from hfgpt.data.formats.tokens.reading import TokenFiles
 from hfgpt.data.memory_blocks import MemoryBlocks
 from hfgpt.data.mixture import MixedStream
 from hfgpt.data.prepare import TextData
@@ -120,19 +121,25 @@ def describe_mixture(stream: MixedStream, data: TextData, position: dict[str, An
             limit += f", until about step {ends[name]:,}; then the others share its part"
         elif name in position["over"]:
             limit += ", which it has had"
-        epochs = "an unknown number of"
+        epochs, basis = "an unknown number of", ""
         if isinstance(source, MemoryBlocks):
             epochs = rounded(tokens / length / source.blocks_per_epoch)
         elif size := _estimated_tokens(source, *data.named_validation.get(name, (None, None))):
-            epochs = f"about {rounded(tokens / size, 2)}"
+            epochs, basis = (
+                f"about {rounded(tokens / size, 2)}",
+                " (judging by its held-out text)" if source.source.training_size else "",
+            )
             if tokens > size * (stream.max_epochs[name] or math.inf):
                 limit += ", so the run ends before its last step"
-        lines.append(f"{name}: {tokens:,} tokens, {epochs} epochs{limit}")
+        lines.append(f"{name}: {tokens:,} tokens, {epochs} epochs{basis}{limit}")
     return lines
 
 
-def _estimated_tokens(source: DocumentStream, validation: np.ndarray | None, validation_bytes: int | None) -> float:
-    """Return about how many tokens a streamed source has, judging by its size and its validation text; 0 if unknown."""
-    if validation is None or not validation_bytes:
-        return 0.0
-    return sum(unit.size_bytes for unit in source.source.units) * len(validation) / validation_bytes
+def _estimated_tokens(stream: DocumentStream, validation: np.ndarray | None, validation_bytes: int | None) -> float:
+    """Return about how many tokens a streamed source has, judging by its held-out text; 0 if unknown."""
+    source, size = stream.source, stream.source.training_size
+    if isinstance(source.tokens, TokenFiles) and size is None:
+        return sum(unit.size_bytes / source.tokens.files[unit.file].item_bytes for unit in source.units)
+    if source.has_tokens:
+        return size or 0.0
+    return (size or 0.0) * len(validation) / validation_bytes if validation is not None and validation_bytes else 0.0

@@ -109,7 +109,7 @@ def open_text(
     with SlowWork("reading the held-out text"):
         held_out = hold_out(config, source, documents, (saved or {}).get("held_out"), tokenizer.readable)
     skipped.update({f"eval_{reason}": count for reason, count in held_out.skipped.items()})
-    training = dataclasses.replace(source, units=held_out.units)
+    training = dataclasses.replace(source, units=held_out.units, training_size=held_out.size)
     return OpenText(config, source, documents, held_out, training, skipped)
 
 

@@ -39,7 +39,7 @@ class Source:
     a `datasets.Dataset` whose text is read instead of files. `tokens`: how token ids are read, if it has these instead
     of text; `made_with`: the tokenizer that they name. `validation`: units that are validation text by their names.
     `by_file`: units are files, whose own units are found when they are read, see `Unit`. `piece_characters`: that of
-    their units, for a stream.
+    their units, for a stream. `training_size`: see `HeldOut.size`.
     """
 
     units: list[Unit]
@@ -58,6 +58,7 @@ class Source:
     validation: list[Unit] = field(default_factory=list)
     by_file: bool = False
     piece_characters: int | None = None
+    training_size: float | None = None
 
     @property
     def has_tokens(self) -> bool:

@@ -8,6 +8,7 @@ import math
 import pickle
 import random
 import threading
+from collections import Counter
 from contextlib import ExitStack, closing
 from fractions import Fraction
 from pathlib import Path
@@ -16,9 +17,10 @@ import numpy as np
 import pytest
 
 from hfgpt import PretrainConfig
-from hfgpt.data import document_stream, prepare_data
+from hfgpt.data import document_stream, mixture_plan, prepare_data
 from hfgpt.data.loader import iterate
 from hfgpt.data.mixture import step_counts
+from hfgpt.data.source import read_documents
 from hfgpt.data.stream import batch_hash, join_batches
 from hfgpt.errors import TextEnded, UserError
 
@@ -246,3 +248,19 @@ def test_named_evaluation_texts_are_held_out_of_nothing(texts):
         assert len(data.validation) == 102 and "eval_dataset" in data.train.fingerprint["held_out"]
     with pytest.raises(UserError, match=r"eval_dataset\.notes=.*no such"):
         prepare_data(PretrainConfig(**SETTINGS, dataset=texts["wiki"], eval_dataset={"notes": "none.txt"}), 8)
+
+
+def test_the_plan_estimates_the_tokens_of_streams_and_not_of_their_files(tmp_path):
+    rows = [f"row {n}: é\n" + "la " * (n * 7 % 20) for n in range(3000)]
+    (tmp_path / "keys.jsonl").write_text("".join(json.dumps({"url": "x" * 99, "text": row}) + "\n" for row in rows))
+    (tmp_path / "list.json").write_text(json.dumps([{"text": row} for row in rows], indent=2))
+    texts = {"wiki": str(tmp_path / "keys.jsonl"), "code": str(tmp_path / "list.json")}
+    data = prepare_data(mixed(texts, (1, 1), streaming=True, eval_tokens=None), 8)
+    position = {"step": 0, "tokens": dict.fromkeys(data.train.names, 0), "over": []}
+    lines = mixture_plan.describe_mixture(data.train, data, position, 10_000)
+    for name, source in data.train.sources.items():
+        documents = read_documents(source.source, source.source.units, Counter())
+        right = sum(len(tokens) + 1 for tokens in source.encoder.tokens(list(documents)))
+        [line] = [line for line in lines if line.startswith(f"{name}: ")]
+        assert "epochs (judging by its held-out text)" in line
+        assert float(line.split("about ")[1].split()[0]) == pytest.approx(640_000 / right, rel=0.03)
