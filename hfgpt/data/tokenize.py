@@ -13,6 +13,7 @@ import struct
 import time
 from collections import Counter, deque
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -20,7 +21,7 @@ import numpy as np
 
 from hfgpt.data.encoding import Encoder, make_repeatable
 from hfgpt.data.held_out import no_documents
-from hfgpt.data.open_source import Earlier, open_source
+from hfgpt.data.open_source import open_source
 from hfgpt.data.remote import check_hub
 from hfgpt.data.source import Source, read_documents
 from hfgpt.data.token_names import SIDECAR
@@ -48,10 +49,14 @@ class Tokens(NamedTuple):
 
 @dataclasses.dataclass
 class _Progress:
-    """What is safe on disk: whole `shards`, tokens in the unfinished one, and units that are in either."""
+    """What is safe on disk: whole `shards`, tokens in the unfinished one, and what of the text is in either.
+
+    `files`: whole entries of `Source.units`, which are files if there are many. `units`: of those that follow.
+    """
 
     shards: list[int]
     tokens: int = 0
+    files: int = 0
     units: int = 0
     documents: int = 0
     skipped: Counter[str] = dataclasses.field(default_factory=Counter)
@@ -78,7 +83,7 @@ def tokenize(
     with SlowWork(f"loading the tokenizer {tokenizer_name}"):
         tokenizer = load_tokenizer(tokenizer_name, lambda: (), 1024)
     encoder = Encoder(make_repeatable(tokenizer))
-    opened = open_source(**source, as_earlier=Earlier(order=True))  # all units, so that each is counted
+    opened = open_source(**source)
     if opened.has_tokens:
         raise UserError(f"dataset={source['dataset']}: contains tokens already; train on it as it is")
     if encoder.separator_id is None:
@@ -91,7 +96,7 @@ def tokenize(
         "dataset_name": source.get("name"),
         "dataset_split": source.get("split"),
         "commit": opened.fingerprint.get("commit"),
-        "text": opened.fingerprint,
+        "text": {key: value for key, value in opened.fingerprint.items() if key != "order"},  # of training
         "shard_tokens": shard_tokens,
         "dtype": np.dtype(dtype).name,
     }
@@ -101,28 +106,45 @@ def tokenize(
     folder.mkdir(parents=True, exist_ok=True)
     save_tokenizer(tokenizer, folder / "tokenizer")
     writer = _ShardWriter(folder, facts, progress, (magic, version, np.dtype(dtype)))
-    with SlowWork("tokenizing", "units", len(opened.units)) as work:
-        work.done = progress.units
-        for tokens in _tokens_of_units(opened, encoder, opened.units[progress.units :], workers or os.cpu_count() or 1):
-            writer.add(tokens)
-            work.done += 1
+    with SlowWork("tokenizing", "files" if opened.by_file else "units", len(opened.units)) as work:
+        parts = _parts(opened, progress.files, progress.units)
+        for tokens, files, units in _tokens_of_parts(opened, encoder, parts, workers or os.cpu_count() or 1):
+            writer.add(tokens, files, units)
+            work.done = files + (0 if opened.by_file else units)
     return writer.finish()
 
 
-def _tokens_of_units(source: Source, encoder: Encoder, units: list[Unit], workers: int) -> Iterator[Tokens]:
-    """Yield the tokens of each unit, in order, a few units ahead."""
-    if workers == 1 or len(units) < 2:
-        yield from (_tokens_of(source, encoder, unit) for unit in units)
+def _parts(source: Source, files: int, units: int) -> Iterator[tuple[Unit, int, int]]:
+    """Yield each unit after `units` of those after `files`, and what `_Progress` counts after it."""
+    if not source.by_file:
+        yield from ((unit, files, number) for number, unit in enumerate(source.units[units:], units + 1))
+        return
+    for file, whole in enumerate(source.units[files:], files):
+        of_file = source.units_of(whole)
+        for number, unit in enumerate(of_file[units:], units + 1):
+            yield unit, *((file + 1, 0) if number == len(of_file) else (file, number))
+        units = 0
+
+
+def _tokens_of_parts(
+    source: Source, encoder: Encoder, parts: Iterator[tuple[Unit, int, int]], workers: int
+) -> Iterator[tuple[Tokens, int, int]]:
+    """Yield the tokens of each unit, in order, a few units ahead, and the counts of `parts`."""
+    if workers == 1 or len(source.units) < 2:
+        yield from ((_tokens_of(source, encoder, unit), files, units) for unit, files, units in parts)
         return
     context = multiprocessing.get_context("spawn")  # other threads, of the network, may hold locks
-    workers = min(workers, len(units))
+    workers = min(workers, len(source.units))
     pool = concurrent.futures.ProcessPoolExecutor(workers, context, _start_worker, (source, encoder))
+    pending: deque[tuple[concurrent.futures.Future[Tokens], int, int]] = deque()
     try:
-        pending = deque(pool.submit(_tokens_in_worker, unit) for unit in units[: 2 * workers])
-        for unit in [*units[2 * workers :], *[None] * len(pending)]:
-            yield pending.popleft().result()
-            if unit is not None:
-                pending.append(pool.submit(_tokens_in_worker, unit))
+        for part in chain(parts, [None] * 2 * workers):
+            if part is not None:
+                unit, files, units = part
+                pending.append((pool.submit(_tokens_in_worker, unit), files, units))
+            if pending and (part is None or len(pending) > 2 * workers):
+                tokens, files, units = pending.popleft()
+                yield tokens.result(), files, units
     except concurrent.futures.process.BrokenProcessPool as error:
         raise RunError("a process that tokenizes was killed, perhaps for lack of memory; run it again") from error
     finally:
@@ -145,7 +167,8 @@ def _tokens_in_worker(unit: Unit) -> Tokens:
 
 def _tokens_of(source: Source, encoder: Encoder, unit: Unit) -> Tokens:
     skipped = Counter[str]()
-    documents = encoder.documents(list(read_documents(source, [unit], skipped)))
+    rows = read_documents(dataclasses.replace(source, by_file=False), [unit], skipped)  # the unit is no file
+    documents = encoder.documents(list(rows))
     for document in documents:
         skipped += document.lost
     return Tokens(encoder.joined(documents), len(documents), skipped)
@@ -163,7 +186,7 @@ class _ShardWriter:
         self._last_save = time.monotonic()
         self._save()
 
-    def add(self, tokens: Tokens) -> None:
+    def add(self, tokens: Tokens, files: int, units: int) -> None:
         progress, ids = self.progress, tokens.ids.astype(self.dtype)
         while len(ids) >= (room := self.facts["shard_tokens"] - progress.tokens):
             self._file.write(ids[:room].tobytes())
@@ -172,7 +195,7 @@ class _ShardWriter:
             self._end_shard()
         self._file.write(ids.tobytes())
         progress.tokens += len(ids)
-        progress.units += 1
+        progress.files, progress.units = files, units
         progress.documents += tokens.documents
         progress.skipped += tokens.skipped
         if time.monotonic() - self._last_save > SAVE_SECONDS:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+import time
 from itertools import islice
 
 import numpy as np
@@ -12,6 +15,7 @@ from hfgpt import PretrainConfig
 from hfgpt.data import prepare_data, tokenize
 from hfgpt.data.encoding import Encoder
 from hfgpt.data.loader import iterate
+from hfgpt.data.open_source import open_source
 from hfgpt.data.tokenization import load_tokenizer, save_tokenizer
 from hfgpt.errors import UserError
 
@@ -61,23 +65,29 @@ def test_processes_write_what_one_writes(tmp_path, tokenizer, text):
     assert content(tmp_path / "1") == content(tmp_path / "2")
 
 
+@pytest.mark.parametrize("opened", ["all files", "some files"])
 @pytest.mark.parametrize("save_seconds", [0, 1e9])
-def test_an_interrupted_run_continues(tmp_path, tokenizer, text, monkeypatch, save_seconds):
+def test_an_interrupted_run_continues(tmp_path, tokenizer, text, monkeypatch, save_seconds, opened):
     whole = tokenize.tokenize(text, tmp_path / "whole", tokenizer, shard_tokens=300, workers=1)
+    monkeypatch.setattr("hfgpt.data.formats.spans.SPAN_BYTES", 500)  # a file has several units
+    if opened == "some files":
+        monkeypatch.setattr("hfgpt.data.opening.FEW_FILES", 1)
+        monkeypatch.setattr("hfgpt.data.opening.IN_MEMORY_BYTES", 0)
+        assert open_source(**text).by_file
     monkeypatch.setattr(tokenize, "SAVE_SECONDS", save_seconds)
     add, folder, kills = tokenize._ShardWriter.add, tmp_path / "cut", 0
 
     for units in (1, 2, 3, 1, 5):
         left = units
 
-        def add_some(self, tokens):
+        def add_some(self, tokens, *counts):
             nonlocal left
             if left == 0:
                 self._file.write(b"torn")
                 self._file.flush()
                 raise KeyboardInterrupt
             left -= 1
-            add(self, tokens)
+            add(self, tokens, *counts)
 
         monkeypatch.setattr(tokenize._ShardWriter, "add", add_some)
         try:
@@ -89,6 +99,47 @@ def test_an_interrupted_run_continues(tmp_path, tokenizer, text, monkeypatch, sa
     monkeypatch.setattr(tokenize._ShardWriter, "add", add)
     assert kills >= 4 and tokenize.tokenize(text, folder, tokenizer, shard_tokens=300, workers=1) == whole
     assert content(folder) == content(tmp_path / "whole")
+
+
+CLI = """
+import sys
+from hfgpt.data import opening, tokenize
+if __name__ == "__main__":
+    from hfgpt.cli import main
+    tokenize.SAVE_SECONDS, opening.IN_MEMORY_BYTES = 0.02, 0
+    sys.argv = ["hfgpt", "tokenize", *sys.argv[1:], "--shard_tokens", "5000", "--num_workers", "2"]
+    sys.exit(main())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.unix_only
+def test_a_killed_command_leaves_no_process_and_continues(tmp_path, tokenizer):
+    """SIGKILL to the main process alone, at moments spread over the work, of many files that are opened in turn."""
+    (tmp_path / "text").mkdir()
+    for part in range(70):
+        rows = [json.dumps({"text": f"{part} {n} " + "la la some more words " * 40}) + "\n" for n in range(60)]
+        (tmp_path / "text" / f"{part:02}.jsonl").write_text("".join(rows))
+    (tmp_path / "cli.py").write_text(CLI)
+    command = [sys.executable, tmp_path / "cli.py", tmp_path / "text", "--tokenizer", tokenizer]
+    subprocess.run([*command, tmp_path / "whole"], check=True, capture_output=True)
+    whole, folder = content(tmp_path / "whole"), tmp_path / "killed"
+    shards = sum(name.endswith(".bin") for name in whole)
+    for share in (0.2, 0.7):
+        with subprocess.Popen([*command, folder], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as child:
+            while len(list(folder.glob("*.bin"))) < share * shards and child.poll() is None:
+                time.sleep(0.01)
+            assert child.poll() is None
+            child.kill()
+        deadline = time.monotonic() + 30
+        while (left := subprocess.run(["pgrep", "-f", str(folder)], capture_output=True).stdout) and (
+            time.monotonic() < deadline
+        ):
+            time.sleep(0.1)
+        assert not left
+    subprocess.run([*command, folder], check=True, capture_output=True)
+    killed = content(folder)
+    assert killed.pop(".lock", b"") == b"" and killed == whole
 
 
 def test_training_on_shards_sees_the_documents_of_the_text(tmp_path, tokenizer, text):
