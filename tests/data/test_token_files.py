@@ -12,6 +12,7 @@ from itertools import islice
 
 import numpy as np
 import pytest
+import torch
 from test_every_format import PACK
 from token_files import END, LAYOUTS, STATED, after_each, before_each, files, header, npy
 
@@ -315,3 +316,34 @@ def test_the_tokenizer_is_stated_or_named_by_the_files(tmp_path, tokenizer, docu
             UserError, match=r"tokenizer: dataset=.* whose files do not name their tokenizer; set --token"
         ):
             prepare_data(PretrainConfig(dataset=folder, **settings), 8)
+
+
+@pytest.mark.parametrize("width", [2, 4])
+def test_files_of_datatrove_itself_give_their_documents(tmp_path, documents, width):
+    """Its own writer, plain and in the order that it shuffles documents to."""
+    writer = pytest.importorskip("datatrove.pipeline.tokens.tokenizer", reason="needs datatrove")
+    options = {"save_final_metadata": True, "tokenizer_name_or_path": "gpt2", "token_size": width}
+    file = writer.TokenizedFile(str(tmp_path / "plain"), "a.ds", **options)
+    for document in documents:
+        file.write([*document, END], None)
+    order = np.random.default_rng(0).permutation(len(documents))
+    file.close()
+    file.copy("a.ds", order, writer.get_datafolder(str(tmp_path / "shuffled")))
+    source = open_source(str(tmp_path / "plain"))
+    assert read(source) == documents and source.made_with.name == "gpt2"
+    assert read(open_source(str(tmp_path / "shuffled"))) == [documents[i] for i in order]
+
+
+@pytest.mark.parametrize("dtype", ["uint16", "int32"])
+def test_files_of_megatron_itself_give_their_documents(tmp_path, documents, dtype):
+    """Its own writer: documents of one sequence, and documents of several sentences."""
+    indexed = pytest.importorskip("megatron.core.datasets.indexed_dataset", reason="needs megatron-core")
+    for name, sentences in (("whole", 1), ("split", 3)):
+        (tmp_path / name).mkdir()
+        prefix = str(tmp_path / name / "a_text_document")
+        builder = indexed.IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.dtype(dtype).type)
+        for document in documents:
+            parts = np.array_split(np.array([*document, END]), sentences)
+            builder.add_document(torch.tensor(np.concatenate(parts)), [len(part) for part in parts])
+        builder.finalize(f"{prefix}.idx")
+        assert read(open_source(str(tmp_path / name))) == documents
