@@ -125,10 +125,8 @@ def describe_mixture(stream: MixedStream, data: TextData, position: dict[str, An
         if isinstance(source, MemoryBlocks):
             epochs = rounded(tokens / length / source.blocks_per_epoch)
         elif size := _estimated_tokens(source, *data.named_validation.get(name, (None, None))):
-            epochs, basis = (
-                f"about {rounded(tokens / size, 2)}",
-                " (judging by its held-out text)" if source.source.training_size else "",
-            )
+            epochs = f"about {rounded(tokens / size, 2)}"
+            basis = " (judging by its held-out text)" if source.source.training_size else ""
             if tokens > size * (stream.max_epochs[name] or math.inf):
                 limit += ", so the run ends before its last step"
         lines.append(f"{name}: {tokens:,} tokens, {epochs} epochs{basis}{limit}")

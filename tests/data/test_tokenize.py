@@ -122,7 +122,7 @@ def test_a_killed_command_leaves_no_process_and_continues(tmp_path, tokenizer, m
         rows = [json.dumps({"text": f"{part} {n} " + "la la some more words " * 40}) + "\n" for n in range(60)]
         (tmp_path / "text" / f"{part:02}.jsonl").write_text("".join(rows))
     (tmp_path / "cli.py").write_text(CLI)
-    texts, options = {"dataset": str(tmp_path / "text")}, {"shard_tokens": 5000, "workers": 1}
+    texts, options = {"dataset": str(tmp_path / "text"), "split": "train"}, {"shard_tokens": 5000, "workers": 1}
     tokenize.tokenize(texts, tmp_path / "whole", tokenizer, **options)
     whole, folder = content(tmp_path / "whole"), tmp_path / "killed"
     shards = sum(name.endswith(".bin") for name in whole)
