@@ -182,13 +182,13 @@ def test_an_export_of_an_earlier_version_is_as_those_of_today(tmp_path):
 @pytest.mark.parametrize("program", other_programs.PROGRAMS)
 @pytest.mark.parametrize("tokenizer", ["char", "bpe-300"])
 def test_a_program_gives_the_answers_of_stock_transformers(tmp_path, tokenizer, program):
-    """With those that are installed; `other_programs.py` takes the converter that llama.cpp needs."""
+    """With those that are installed."""
     made = load_tokenizer(tokenizer, lambda: [TEXT], 64)
     new_model({**MODEL, "n_positions": 64, "initializer_range": 0.2}, made, seed=0).save_pretrained(tmp_path)
     save_tokenizer(made, tmp_path)
     compare, _, tolerance = other_programs.PROGRAMS[program]
     try:
-        difference = compare(other_programs.Checkpoint(tmp_path, TEXT[:60], None))
+        difference = compare(other_programs.Checkpoint(tmp_path, TEXT[:60]))
     except other_programs.Skip as reason:
         pytest.skip(str(reason))
     assert difference <= tolerance

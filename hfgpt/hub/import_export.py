@@ -51,24 +51,13 @@ def export(checkpoint: Path, folder: Path, dtype: str = "float32", untie_head: b
     `untie_head` also stores the head's matrix, for programs that expect one. Raises UserError for a damaged
     checkpoint, and for values outside the range of `dtype`.
     """
-    where, checkpoint = f"checkpoint {checkpoint}", follow(checkpoint)
     refuse_existing(folder)
-    if (checkpoint / MANIFEST).exists() and (damage := find_damage(checkpoint, MODEL_FILES)):
-        raise UserError(f"{where}: {damage}; use another checkpoint")
-    report, model, tokenizer = [], load_model(checkpoint, where), None
-    if has_tokenizer(checkpoint):
-        tokenizer = load_tokenizer(str(checkpoint), lambda: (), model.config.n_positions)
-        report = _drop_padded_rows(model, tokenizer, where)
+    where, checkpoint = f"checkpoint {checkpoint}", follow(checkpoint)
+    model, tokenizer, report = load_whole(checkpoint, where)
     target: torch.dtype = getattr(torch, dtype)
-    limit = torch.finfo(target).max
-    for name, parameter in model.named_parameters():
-        if (largest := float(parameter.detach().abs().max())) > limit:
-            raise UserError(
-                f"dtype={dtype}: {name} contains {largest:g}, above the limit of {limit:g}; use bfloat16 or float32"
-            )
-    if untie_head and model.config.tie_word_embeddings:
-        model.config.tie_word_embeddings = False
-        model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
+    check_range(model, dtype, torch.finfo(target).max)
+    if untie_head:
+        untie(model)
     model.to(target)
     try:
         card = (checkpoint / "README.md").read_text(encoding="utf-8")
@@ -82,6 +71,37 @@ def export(checkpoint: Path, folder: Path, dtype: str = "float32", untie_head: b
     else:
         card = plain_card(folder.name, count, f"exported with hfgpt from {checkpoint.resolve().name}.", tokenizer)
     return [*report, _write(folder, model, tokenizer, card)]
+
+
+def load_whole(checkpoint: Path, where: str = "") -> tuple[GPT2LMHeadModel, PreTrainedTokenizerFast | None, list[str]]:
+    """Load what an export contains: model and tokenizer, without padded rows, and lines that report those.
+
+    Raises UserError, starting with `where`, for a damaged checkpoint.
+    """
+    where, checkpoint = where or f"checkpoint {checkpoint}", follow(checkpoint)
+    if (checkpoint / MANIFEST).exists() and (damage := find_damage(checkpoint, MODEL_FILES)):
+        raise UserError(f"{where}: {damage}; use another checkpoint")
+    model = load_model(checkpoint, where)
+    if not has_tokenizer(checkpoint):
+        return model, None, []
+    tokenizer = load_tokenizer(str(checkpoint), lambda: (), model.config.n_positions)
+    return model, tokenizer, _drop_padded_rows(model, tokenizer, where)
+
+
+def check_range(model: GPT2LMHeadModel, dtype: str, limit: float) -> None:
+    """Raise UserError if a number of the model is above the `limit` of a data type."""
+    for name, parameter in model.named_parameters():
+        if (largest := float(parameter.detach().abs().max())) > limit:
+            raise UserError(
+                f"dtype={dtype}: {name} contains {largest:g}, above the limit of {limit:g}; use bfloat16 or float32"
+            )
+
+
+def untie(model: GPT2LMHeadModel) -> None:
+    """Give the head a matrix of its own."""
+    if model.config.tie_word_embeddings:
+        model.config.tie_word_embeddings = False
+        model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
 
 
 def _load_tokenizer(name: str, text: Path | None, n_positions: int) -> PreTrainedTokenizerFast:
