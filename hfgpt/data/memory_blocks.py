@@ -72,6 +72,16 @@ class MemoryBlocks:
         """Return the number of blocks from `position` to the end of this many epochs."""
         return sum(map(self._block_count, range(position["epoch"], epochs))) - position["block"]
 
+    def has_blocks(self, count: int, position: dict[str, Any], epochs: int) -> bool:
+        """Return whether `count` blocks are left from `position` to the end of this many epochs.
+
+        Counts no more epochs than needed, because a mixture asks in every step, and `max_epochs` may be a million.
+        """
+        left, epoch = -position["block"], position["epoch"]
+        while left < count and epoch < epochs:
+            left, epoch = left + self._block_count(epoch), epoch + 1
+        return left >= count
+
     def _block_count(self, epoch: int) -> int:
         return (len(self.tokens) - self._phase(epoch) - 1) // self.sequence_length
 

@@ -135,7 +135,9 @@ class MixedStream:
                 raise TextEnded(f"all sources with a weight have had their max_epochs: {', '.join(over)}")
             counts = step_counts(self.blocks_per_step, tuple(w / total for w in left), blocks, step - since)
             ended = [
-                name for name, count in zip(self.names, counts, strict=True) if count > self.blocks_left(name, position)
+                name
+                for name, count in zip(self.names, counts, strict=True)
+                if not self._has_blocks(name, count, position)
             ]
             if not ended:
                 break
@@ -160,6 +162,12 @@ class MixedStream:
         """Return the sources with a weight in the step after `position`."""
         _, weights = self.stage(position["step"])
         return [name for name, w in zip(self.names, weights, strict=True) if w and name not in position["over"]]
+
+    def _has_blocks(self, name: str, count: int, position: dict[str, Any]) -> bool:
+        source, epochs = self.sources[name], self.max_epochs[name]
+        if epochs is None or not isinstance(source, MemoryBlocks):
+            return True
+        return source.has_blocks(count, position["sources"][name], epochs)
 
     def blocks_left(self, name: str, position: dict[str, Any]) -> float:
         """Return how many blocks are left of a source in memory. (A document stream finds its end by itself.)"""

@@ -215,6 +215,15 @@ def test_a_source_in_memory_ends_after_its_epochs(texts):
     assert facts(parts(others, None, limit // 4 + 3, world=4)) == facts(parts(others, None, limit // 4 + 3))
 
 
+def test_a_step_counts_only_the_epochs_that_it_needs(texts):
+    source = prepare_data(mixed(texts, (1, 1), streaming=False), 8).train.sources["code"]
+    for position in ({"epoch": 0, "block": 0}, {"epoch": 1, "block": 5}):
+        left = source.blocks_left(position, 3)
+        assert source.has_blocks(left, position, 3)
+        assert not source.has_blocks(left + 1, position, 3)
+        assert source.has_blocks(left + 1, position, 10**15)  # would not return if it counted all of them
+
+
 def test_a_streamed_source_ends_after_its_epochs_on_any_number_of_processes(texts):
     train = prepare_data(mixed(texts, (1, 1), streaming=True, max_epochs={"code": 2}), 8).train
     steps, last = [], None
