@@ -154,7 +154,10 @@ class PretrainConfig:
         3, "end the run after this many failed checkpoints in a row (a full disk, say)", POSITIVE
     )
     resume_from_checkpoint: str | None = _f(
-        "never", "latest (if there is one), best, checkpoint-N of this run, a checkpoint folder, or never", PATH
+        "never",
+        "latest (if there is one), best, checkpoint-N of this run, a checkpoint folder, hub (the newest here or in "
+        "hub_model_id), user/name[/checkpoint-N][@revision] on the Hub, or never",
+        PATH,
     )
     accept_changed_text: bool = _f(False, "resume even if text, tokenizer, seed or step size changed")
     on_bad_files: Literal["stop", "skip"] = _f(
@@ -170,7 +173,12 @@ class PretrainConfig:
         "installed",
         NAME,
     )
-    push_to_hub: bool = _f(False, "upload the model to the Hub after the last step")
+    push_to_hub: bool = _f(False, "upload the model to the Hub, by default after the last step")
+    hub_strategy: Literal["end", "every_save", "checkpoint", "all_checkpoints"] = _f(
+        "end",
+        "end: push after the last step; every_save: also the model after each save, in the background; checkpoint: and "
+        "all that a resume needs, in last-checkpoint/; all_checkpoints: that of each save, in checkpoint-N/",
+    )
     hub_model_id: str | None = _f(None, "user/name or name on the Hub; default: the name of output_dir", NAME)
     hub_private_repo: bool | None = _f(None, "create the repository as private; default: the account's setting")
     hub_license: str | None = _f(None, "license for the model card, such as apache-2.0", NAME)
@@ -370,6 +378,11 @@ class PretrainConfig:
     def end_learning_rate(self) -> float:
         """Return the learning rate after the decay."""
         return 0.1 * self.learning_rate if self.min_learning_rate is None else self.min_learning_rate
+
+    @property
+    def pushes_saves(self) -> bool:
+        """Return whether each save is pushed to the Hub, in the background."""
+        return self.push_to_hub and self.hub_strategy != "end"
 
     def hub_repo_id(self) -> str:
         """Return the repository to push to: user/name, or only a name, which is under the account of the token."""

@@ -377,13 +377,15 @@ class _Handler(BaseHTTPRequestHandler):
         self._json({})
 
     def _make_commit(self, name: str, branch: str, body: bytes) -> None:
-        files: dict[str, bytes] = {}
+        files: dict[str, bytes | None] = {}
         for line in map(json.loads, body.splitlines()):
             value = line["value"]
             if line["key"] == "file":
                 files[value["path"]] = base64.b64decode(value["content"])
             elif line["key"] == "lfsFile":
                 files[value["path"]] = self.hub.uploaded[value["oid"]]
+            elif line["key"] == "deletedFile":
+                files[value["path"]] = None
         with self.hub.lock:
             commit = self.hub.push(f"models/{name}", files, branch)
         self._json({"success": True, "commitOid": commit, "commitUrl": f"{self.hub.url}/{name}/commit/{commit}"})

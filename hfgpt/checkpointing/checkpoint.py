@@ -19,7 +19,7 @@ import xxhash
 from hfgpt.checkpointing.read_training_state import STATE, read_state
 from hfgpt.checkpointing.run_folder import RunFolder, write_json
 from hfgpt.errors import UserError
-from hfgpt.files import read_text_file, remove, rename, sync
+from hfgpt.files import read_text_file, remove, rename, replace, sync
 from hfgpt.links import BEST, LATEST, follow, set_link
 
 logger = logging.getLogger(__name__)
@@ -113,6 +113,8 @@ def rewind_run(run: RunFolder, checkpoint: Path | None, step: int, keep: int | N
 
     Also completes a link or rotation that a killed process left undone.
     """
+    if checkpoint and run.room and checkpoint.is_relative_to(run.room):
+        checkpoint = _adopt(run, checkpoint)
     own = [folder for folder in run.checkpoints() if checkpoint and folder.samefile(checkpoint)]
     if checkpoint and not own:
         run.copy_records(checkpoint.resolve().parent)
@@ -120,6 +122,19 @@ def rewind_run(run: RunFolder, checkpoint: Path | None, step: int, keep: int | N
     run.rewind(step if checkpoint else -1)
     for folder in own if is_linked else []:
         rotate(run, folder, keep)
+
+
+def _adopt(run: RunFolder, downloaded: Path) -> Path:
+    """Move a downloaded checkpoint into the run folder, with the records beside it, and return its new place."""
+    final = run.path / downloaded.name
+    if final.exists():  # a damaged one
+        _remove(final)
+    for path in (run.metrics, run.ledger):
+        if (source := downloaded.parent / path.name).exists():
+            replace(source, path)
+    rename(downloaded, final)
+    sync(run.path)
+    return final
 
 
 def rotate(run: RunFolder, newest: Path, keep: int | None) -> None:
@@ -145,6 +160,8 @@ def rotate(run: RunFolder, newest: Path, keep: int | None) -> None:
     if losses[best] < math.inf:
         link(run, BEST, best)
     for old in ranked[keep:] if keep else []:
+        if old in run.held:
+            continue  # it is being pushed; a later rotation deletes it
         try:
             _remove(old)
         except OSError as error:  # Windows, while another program reads it
@@ -251,6 +268,11 @@ def _find_mismatch(folder: Path, run_id: str | None) -> str | None:
     if folder.name != f"checkpoint-{state['step']}":
         return f"it is a copy of checkpoint-{state['step']}"
     return None if run_id in (None, state["run_id"]) else "it belongs to another run"
+
+
+def content_facts(content: bytes) -> dict[str, Any]:
+    """Return `file_facts` of a file with this content."""
+    return {"size": len(content), "xxh3_128": xxhash.xxh3_128_hexdigest(content)}
 
 
 def file_facts(path: Path) -> dict[str, Any]:

@@ -15,6 +15,7 @@
       checkpoint-latest     link to the newest checkpoint (a text file with its name where links are not allowed)
       checkpoint-best       link to the one with the lowest evaluation loss
       .checkpoint-1000.tmp  a checkpoint while it is written
+      .checkpoint-hub-*     a checkpoint while it is downloaded
       abandoned-*           later checkpoints, set aside when the run resumed from an earlier one
 
 `checkpoint.py` writes and finds checkpoints, `state.py` knows their tensors, `read_training_state.py` reads their JSON.
@@ -63,6 +64,9 @@ class RunFolder:
         self.ledger = self.path / "ledger.jsonl"
         self.evaluations = self.path / "evaluations.jsonl"
         self.report = self.path / "report.html"
+        self.held: set[Path] = set()  # checkpoints that must not be deleted now
+        self.room: Path | None = None  # a folder for a checkpoint that is downloaded
+        self._made: list[Path] = []  # the folders that were made for it
         self._lock: Any = None
         self._unwritten: dict[Path, list[str]] = {self.metrics: [], self.ledger: []}
 
@@ -146,8 +150,24 @@ class RunFolder:
                 os.ftruncate(self._lock.fileno(), 0)
                 os.write(self._lock.fileno(), f"process {os.getpid()} on {socket.gethostname()}".encode())
 
+    def make_room(self) -> Path:
+        """Make a folder for a checkpoint to download. `close` removes it, and so does the start of the run."""
+        self._made = [path for path in (self.path, *self.path.parents) if not path.exists()]
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self.room = Path(tempfile.mkdtemp(prefix=".checkpoint-hub-", dir=self.path))
+        except OSError as error:
+            raise self._not_writable(error.strerror) from None
+        return self.room
+
     def close(self) -> None:
-        """Release the lock."""
+        """Release the lock, and remove a download that was not used."""
+        if self.room is not None:
+            remove(self.room)
+            for path in self._made:
+                with contextlib.suppress(OSError):  # the run has begun there
+                    path.rmdir()
+            self.room = None
         if self._lock is not None:
             lock.release(self._lock)
             self._lock = None

@@ -24,7 +24,7 @@ from hfgpt.model.flops import training_flops_per_token
 # Settings that only name a run or its files, and lengths, which the plan records as max_steps.
 _NOT_COMPARED = (
     "output_dir", "run_name", "resume_from_checkpoint", "report", "report_to", "accept_changed_text", "max_tokens",
-    "num_train_epochs", "model",
+    "num_train_epochs", "model", "hub_strategy",
 )  # fmt: skip
 _MODEL = (
     "n_layer", "n_head", "n_embd", "n_positions", "n_inner", "vocab_size", "activation_function", "tie_word_embeddings",

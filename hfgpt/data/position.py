@@ -36,6 +36,8 @@ def resumed_position(
     """
     keys = dict.fromkeys([*fingerprint, *stream.fingerprint])
     keys.pop("weights", None)  # of a mixture: they may change
+    if not any(FILE in key for key in fingerprint):  # of a resume point on the Hub: only the hash of all files
+        keys = {key: None for key in keys if FILE not in key}
     changed = [key for key in keys if fingerprint.get(key) != stream.fingerprint.get(key)]
     words = "; ".join(_describe_changes(changed, fingerprint, stream.fingerprint))
     if changed and not accept_changes:

@@ -32,6 +32,8 @@ CONTACT_SECONDS = 5.0
 _DATA_FILE = re.compile(r"\.(parquet|jsonl|csv|tsv|txt|arrow|tar)(\.\w+)?$")
 UNREACHABLE = {"ConnectError", "ConnectTimeout", "ConnectionError", "ProxyError", "TimeoutError"}
 
+PUSHING = "push-"  # how the names of threads begin that push to the Hub
+
 _retries: list[dict[str, Any]] = []
 
 
@@ -74,6 +76,8 @@ def _client_retries_recorded(what: str) -> Iterator[None]:
     def keep(record: logging.LogRecord) -> bool:
         nonlocal reason
         line = record.getMessage()
+        if str(record.threadName).startswith(PUSHING):
+            return True
         if "thrown while requesting" in line:
             reason = line.partition(" thrown while requesting")[0]
         elif found := re.search(r"\[Retry (\d+)/", line):

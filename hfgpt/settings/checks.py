@@ -120,6 +120,8 @@ def _find_conflicts(config: PretrainConfig, unreadable: set[str], sizes_fine: bo
             f"tokenizer={config.tokenizer}: a newly trained tokenizer does not fit the weights of init_from="
             f"{config.init_from}; leave it out, or give a tokenizer folder"
         )
+    if config.hub_strategy != "end" and not config.push_to_hub:
+        problems.append(f"hub_strategy={config.hub_strategy}: nothing is pushed; add --push_to_hub true")
     if not config.eval_steps:
         wanted = [key for key in ("eval_train", "early_stopping_patience", "save_best") if getattr(config, key)]
         problems += [f"{key}: nothing is evaluated with eval_steps=0; set eval_steps" for key in wanted]

@@ -58,7 +58,7 @@ class CallbackArguments(TrainingArguments):
 _SHARED = (
     "seed", "learning_rate", "lr_scheduler_type", "warmup_steps", "weight_decay", "adam_beta1",
     "adam_beta2", "adam_epsilon", "max_grad_norm", "logging_steps", "eval_steps", "save_steps", "save_total_limit",
-    "dataloader_num_workers", "push_to_hub", "hub_model_id", "hub_private_repo",
+    "dataloader_num_workers", "push_to_hub", "hub_strategy", "hub_model_id", "hub_private_repo",
 )  # fmt: skip
 
 

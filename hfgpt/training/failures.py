@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from hfgpt.distributed.compiler import explain_compiler_error
 from hfgpt.distributed.stop_signals import Interrupted
 from hfgpt.errors import RunError, UserError, first_line
 from hfgpt.training.run import TrainingRun
-from hfgpt.training.saving import record_lost_output, record_saved, start_save, write_report
+from hfgpt.training.saving import finish_pushes, record_lost_output, record_saved, start_save, write_report
 
 
 @contextmanager
@@ -73,6 +73,9 @@ def _save_alone(run: TrainingRun) -> list[str]:
         record_saved(run, outcome)
     except Exception as error:
         outcome = error
+    finally:
+        with suppress(Exception):  # the error that ends the run is reported
+            finish_pushes(run, is_stopped=True)
     return [f"step {step} is not saved ({first_line(outcome)})"] if isinstance(outcome, Exception) else []
 
 

@@ -110,7 +110,7 @@ class Plan:
             ("compile", f"{'on' if self.compile.enabled else 'off'} ({self.compile.reason})"),
             ("memory", f"about {rounded(memory / 2**30, 2)} GiB expected{sharing}{self._besides()}"),
             ("saves", f"{every}at the end, to {self.checkpoint_folder}"),
-            *([("push", f"after the last step, to {config.hub_repo_id()} on the Hub")] if config.push_to_hub else []),
+            *([("push", self._push())] if config.push_to_hub else []),
         ]
         is_alone = self.batch.processes == 1  # others would count as other programs
         if self.setting.device == "cpu" and is_alone and (share := cpu.busy_share()) > BUSY_SHARE:
@@ -121,6 +121,15 @@ class Plan:
     def _besides(self) -> str:
         """Return what the memory of a step does not count: on a CPU, steps report the memory of the whole process."""
         return f" for tensors, and about {LIBRARIES_GIB} GiB for the program" if self.setting.device == "cpu" else ""
+
+    def _push(self) -> str:
+        what = {
+            "end": "after the last step",
+            "every_save": "the model after each save",
+            "checkpoint": "the model after each save, with all that a resume needs in last-checkpoint/",
+            "all_checkpoints": "the model after each save, with all that a resume needs in checkpoint-N/",
+        }
+        return f"{what[self.config.hub_strategy]}, to {self.config.hub_repo_id()} on the Hub"
 
     def _time(self) -> str:
         """Estimate the seconds of the whole run from its FLOPs."""

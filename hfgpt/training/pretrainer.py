@@ -25,7 +25,7 @@ from hfgpt.training.evaluating import evaluate
 from hfgpt.training.failures import how_to_continue, saved_on_failure
 from hfgpt.training.non_finite import Step
 from hfgpt.training.run import TrainingRun
-from hfgpt.training.saving import note_saved, record_lost_output, record_samples, save, write_report
+from hfgpt.training.saving import finish_pushes, note_saved, record_lost_output, record_samples, save, write_report
 from hfgpt.training.setup import prepare
 from hfgpt.training.source_losses import losses_are_due, note_sources
 from hfgpt.training.step import StepResult
@@ -147,7 +147,9 @@ def start(run: TrainingRun) -> None:
         changed = {"changed_settings": run.resumed.changed_settings, "changed_text": run.resumed.changed_text or None}
         if isinstance(run.data.train, MixedStream):
             changed["weights"] = run.data.train.fingerprint["weights"]
-        run.record(event="resume", checkpoint=run.resumed.folder.name, max_steps=run.plan.max_steps, **changed)
+        origin = {"origin": run.resumed.origin} if run.resumed.origin else {}
+        checkpoint, max_steps = run.resumed.folder.name, run.plan.max_steps
+        run.record(event="resume", checkpoint=checkpoint, **origin, max_steps=max_steps, **changed)
     else:
         run.record(event="start")
     with run.signals.interruptible():
@@ -227,11 +229,12 @@ def finish(run: TrainingRun, fault: str | None = None) -> None:
     note_saved(run, wait=True, at_end=True)
     run.machine.accelerator.wait_for_everyone()
     run.callbacks.call("on_train_end")
+    run.machine.ranks.disconnect()
+    run.machine.accelerator.end_training()
+    finish_pushes(run, is_stopped=fault is not None)
     record_lost_output(run)
     run.record(event="end", skipped_rows=dict(run.progress.skipped_rows), fault=fault)
     write_report(run)
     run.has_ended = True
     if run.progress.skipped_rows and run.is_main:
         print("\n".join(describe_skipped(run.progress.skipped_rows)), flush=True)
-    run.machine.ranks.disconnect()
-    run.machine.accelerator.end_training()

@@ -41,11 +41,17 @@ class Resumed:
     changed_text: str
     warnings: list[str]
 
+    @property
+    def origin(self) -> str | None:
+        """Return where on the Hub the checkpoint was downloaded from, if it was."""
+        return self.trainer_state.get("origin")
+
     def describe(self, run: RunFolder, max_steps: int) -> str:
         """Describe what the run continues from, for the plan."""
         step = self.progress.step
         skipped = [folder.name for folder in run.checkpoints() if int(folder.name.split("-")[1]) > step]
-        found = f"from {self.folder}, step {step:,}" + (f"; skipped: {', '.join(skipped)}" if skipped else "")
+        found = f"from {self.origin or self.folder}, step {step:,}"
+        found += f"; skipped: {', '.join(skipped)}" if skipped else ""
         return f"{found}; already finished at step {step:,}" if step >= max_steps else found
 
     def warn(self) -> None:

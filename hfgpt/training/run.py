@@ -16,6 +16,7 @@ from hfgpt.data.stream import StepBatch
 from hfgpt.distributed.device import Precision
 from hfgpt.distributed.ranks import Ranks
 from hfgpt.distributed.stop_signals import StopSignals
+from hfgpt.hub.background import SavePusher
 from hfgpt.model.memory import Setting
 from hfgpt.settings.batch import Batch
 from hfgpt.training.callback_handler import Callbacks
@@ -59,6 +60,7 @@ class TrainingRun:
     callbacks: Callbacks
     non_finite: NonFiniteGuard
     saver: Saver
+    pusher: SavePusher | None  # of the main process, if saves are pushed to the Hub
     facts: dict[str, Any]  # the content of run.json
     has_started: bool = False  # the folder is locked, and records are written
     has_ended: bool = False

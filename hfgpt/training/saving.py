@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import math
+import time
 from collections.abc import Sequence
 from contextlib import closing
 from functools import partial
@@ -10,16 +12,20 @@ from pathlib import Path
 from typing import Any
 
 from hfgpt.checkpointing import state
+from hfgpt.checkpointing.checkpoint import rotate
 from hfgpt.comparing.comparison import compare
 from hfgpt.comparing.page import as_page
 from hfgpt.comparing.reading import read_folder
 from hfgpt.comparing.report import build_report
 from hfgpt.errors import first_line
+from hfgpt.hub.background import STOP_SECONDS
 from hfgpt.hub.model_card import model_card
 from hfgpt.messages import safe_output
 from hfgpt.training.run import TrainingRun
 
 logger = logging.getLogger(__name__)
+
+POLL_SECONDS = 0.2
 
 
 def save(run: TrainingRun, at_end: bool = False) -> None:
@@ -74,7 +80,8 @@ def trainer_state(run: TrainingRun) -> dict[str, Any]:
 
 
 def note_saved(run: TrainingRun, wait: bool = False, at_end: bool = False) -> None:
-    """Record a checkpoint that was written, or that failed, since the last call."""
+    """Record a checkpoint that was written or pushed, or that failed to be, since the last call."""
+    note_pushed(run)
     outcome = run.saver.collect(wait)
     record_saved(run, outcome)
     if isinstance(outcome, Path):
@@ -93,8 +100,48 @@ def record_saved(run: TrainingRun, outcome: Path | Exception | None) -> None:
     if isinstance(outcome, Path):
         skipped_rows = dict(run.progress.skipped_rows)
         run.record(event="save", checkpoint=outcome.name, checkpoint_step=step, skipped_rows=skipped_rows)
+        if run.pusher:
+            run.pusher.offer(outcome)
     elif outcome is not None:
         run.record(event="save_failed", checkpoint_step=step, reason=str(outcome))
+
+
+def note_pushed(run: TrainingRun, next_action: str = "Training continues, and the next save is pushed") -> None:
+    """Record a push of a save that has ended since the last call. Starts the next push, if a save waits for it."""
+    if not (run.pusher and (pushed := run.pusher.collect())):
+        return
+    name, step = pushed.checkpoint.name, int(pushed.checkpoint.name.split("-")[1])
+    if pushed.url is not None:
+        run.record(event="push", checkpoint=name, checkpoint_step=step, url=pushed.url)
+    else:
+        run.record(event="push_failed", checkpoint=name, checkpoint_step=step, reason=pushed.reason)
+        repo_id = run.config.hub_repo_id()
+        logger.warning("%s was not pushed to %s (%s). %s", name, repo_id, pushed.reason, next_action)
+
+
+def finish_pushes(run: TrainingRun, is_stopped: bool) -> None:
+    """Wait for the pushes of saves, and delete the checkpoints that rotation kept for them.
+
+    is_stopped: the run ends early, so that the newest save is pushed too, within STOP_SECONDS. Otherwise the end of
+    the run pushes that, and only the push in progress is waited for. A signal limits the wait to STOP_SECONDS too.
+    """
+    pusher = run.pusher
+    if pusher is None:
+        return
+    if not is_stopped:
+        pusher.drop_waiting()
+    limit, start = STOP_SECONDS if is_stopped else math.inf, time.monotonic()
+    if pusher.is_busy and is_stopped:
+        logger.warning("pushing to %s for at most %.0f s; a second signal ends at once", pusher.repo_id, STOP_SECONDS)
+    while pusher.is_busy and time.monotonic() - start < limit:
+        if run.signals.received and limit == math.inf:
+            limit = time.monotonic() - start + STOP_SECONDS
+        if pusher.wait(POLL_SECONDS):
+            note_pushed(run, next_action="")
+    if pusher.give_up():
+        note_pushed(run, next_action="")
+    if run.saver.saved_step and not (run.saver.failures or run.non_finite.skipped_in_a_row):
+        rotate(run.folder, run.folder.checkpoint(run.saver.saved_step), run.config.save_total_limit)
 
 
 def write_report(run: TrainingRun) -> None:

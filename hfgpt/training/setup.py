@@ -28,7 +28,9 @@ from hfgpt.distributed.fsdp2 import take_fsdp_request
 from hfgpt.distributed.ranks import Ranks
 from hfgpt.distributed.stop_signals import Interrupted, StopSignals
 from hfgpt.errors import RunError, UserError
+from hfgpt.hub.background import SavePusher
 from hfgpt.hub.push import check_push
+from hfgpt.hub.resume_from_hub import place_on_hub, resume_from_hub
 from hfgpt.model.memory import training_memory
 from hfgpt.settings.batch import Batch
 from hfgpt.settings.field_types import AUTO
@@ -64,7 +66,12 @@ def prepare(config: PretrainConfig, callbacks: Sequence[TrainerCallback], signal
             ranks.connect()
             machine = Machine(ranks, accelerator, precision, is_sharded)
             check_sharding(config, machine)
-            return _prepare(config, callbacks, signals, machine)
+            folder = RunFolder(config.output_dir, writes=ranks.rank == 0)
+            try:
+                return _prepare(config, callbacks, signals, machine, folder)
+            except BaseException:
+                folder.close()
+                raise
 
 
 @contextmanager
@@ -82,10 +89,9 @@ def _stopped_by_signals(signals: StopSignals) -> Iterator[None]:
 
 
 def _prepare(
-    config: PretrainConfig, own_callbacks: Sequence[TrainerCallback], signals: StopSignals, machine: Machine
+    config: PretrainConfig, own: Sequence[TrainerCallback], signals: StopSignals, machine: Machine, folder: RunFolder
 ) -> TrainingRun:
     ranks, accelerator, device = machine.ranks, machine.accelerator, machine.accelerator.device
-    folder = RunFolder(config.output_dir, writes=ranks.rank == 0)
     reporting = trackers(config.report_to)
     resume_from = ranks.from_main(partial(_check_folder, config, folder))
     config = ranks.from_main(partial(resolve_init_from, config, resume_from))
@@ -111,7 +117,7 @@ def _prepare(
         resumed.load(model, optimizer, accelerator.scaler, ranks)
     progress = resumed.progress if resumed else Progress(skipped_rows=data.skipped.copy())
     position = resumed.position if resumed else data.train.start
-    data.description.extend(plan_mixture(config.metric_for_best_model, data, position, max_steps))
+    data.description += plan_mixture(config.metric_for_best_model, data, position, max_steps)
     step = TrainStep(
         *(model, optimizer, batch),
         accelerator=accelerator,
@@ -136,9 +142,10 @@ def _prepare(
         position=position,
         step=step,
         progress=progress,
-        callbacks=_build_callbacks(plan, machine, own_callbacks, reporting, data, step, progress, resumed),
+        callbacks=_build_callbacks(plan, machine, own, reporting, data, step, progress, resumed),
         non_finite=NonFiniteGuard(folder, ranks, partial(data.train.locate_rows, decode)),
         saver=Saver(folder, config.save_total_limit, config.max_failed_saves, progress.step if resumed else None),
+        pusher=SavePusher(config, folder) if config.pushes_saves and folder.writes else None,
         facts=run_facts(progress.run_id, plan, data.train.fingerprint),
     )
 
@@ -195,6 +202,8 @@ def _check_folder(config: PretrainConfig, folder: RunFolder) -> Path | None:
     folder.check_free()
     if config.push_to_hub:
         check_push(config)
+    if place := place_on_hub(config):
+        return resume_from_hub(place, config, folder)
     return find_checkpoint(folder, config.resume_from_checkpoint)
 
 

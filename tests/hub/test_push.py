@@ -27,6 +27,7 @@ from tampering import edit, louder, rewrite, sealed
 from hfgpt.checkpointing import checkpoint
 from hfgpt.checkpointing.read_training_state import read_state
 from hfgpt.errors import RunError, UserError
+from hfgpt.hub import client as requests_of
 from hfgpt.hub import push as hub
 from hfgpt.hub.import_export import export
 from hfgpt.hub.model_card import model_card
@@ -179,7 +180,7 @@ def test_a_passing_fault_ends_in_one_complete_commit(folder, client, verified, k
 
 
 def test_a_server_that_does_not_answer_is_tried_again(folder, client, verified, monkeypatch):
-    monkeypatch.setattr(hub, "TRY_SECONDS", 4.0)
+    monkeypatch.setattr(requests_of, "TRY_SECONDS", 4.0)
     with HubServer({}, token=TOKEN, faults=Faults(1, ["stall"], on="POST .*/(create|commit)")) as server:
         client(server)
         hub.push(folder, "me/tiny")
@@ -187,7 +188,7 @@ def test_a_server_that_does_not_answer_is_tried_again(folder, client, verified, 
 
 
 @pytest.mark.parametrize(
-    ("kind", "tries"), [("429", hub.TRIES), ("500", hub.TRIES), ("403", 1), ("401", 1), ("404", 1)]
+    ("kind", "tries"), [("429", requests_of.TRIES), ("500", requests_of.TRIES), ("403", 1), ("401", 1), ("404", 1)]
 )
 def test_a_lasting_fault_is_one_line_with_the_fix(folder, client, verified, kind, tries):
     before = state_of(folder.parent)
@@ -201,7 +202,7 @@ def test_a_lasting_fault_is_one_line_with_the_fix(folder, client, verified, kind
     assert message.endswith(f"try again: hfgpt push {folder} tiny --private --revision dev --license mit")
     assert ("HF_TOKEN" in message) == (tries == 1) and TOKEN not in message
     assert server.count("POST .*/commit/") == tries and len(pauses) == tries - 1
-    assert max(pauses, default=0) <= hub.LONGEST_PAUSE_SECONDS and state_of(folder.parent) == before
+    assert max(pauses, default=0) <= requests_of.LONGEST_PAUSE_SECONDS and state_of(folder.parent) == before
     assert checkpoint.find_damage(folder) is None
 
 
@@ -394,10 +395,11 @@ def test_a_server_is_left_alone_as_long_as_it_asks(headers, seconds):
 
 def test_signed_addresses_and_tokens_are_not_shown():
     error = RuntimeError(f"failed for https://s3.example/a?X-Amz-Signature=1234&b=2 with Bearer {TOKEN}")
-    assert hub._cause(error, "me/x", TOKEN) == "RuntimeError: failed for https://s3.example/a with Bearer (token)"
+    cause = requests_of.cause_of(error, "me/x", TOKEN)
+    assert cause == "RuntimeError: failed for https://s3.example/a with Bearer (token)"
     refused = SimpleNamespace(status_code=403, reason_phrase="Forbidden", url="https://hub/x?token=1")
     error = type("Refused", (Exception,), {"response": refused})()
-    assert hub._cause(error, "me/x", TOKEN).startswith("403 Forbidden from https://hub/x; log in")
+    assert requests_of.cause_of(error, "me/x", TOKEN).startswith("403 Forbidden from https://hub/x; log in")
 
 
 @pytest.mark.slow
