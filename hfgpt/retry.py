@@ -120,8 +120,10 @@ def requested_pause(error: BaseException) -> float:
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield the error, what caused it, and so on."""
-    while error is not None:
+    """Yield the error, what caused it, and so on, each once: the cause of a later error may be raised again in it."""
+    seen: list[BaseException] = []
+    while error is not None and error not in seen:
+        seen.append(error)
         yield error
         error = error.__cause__ or error.__context__
 

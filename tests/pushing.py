@@ -38,6 +38,8 @@ def client(monkeypatch):
 
     def use(server: HubServer) -> list[float]:
         monkeypatch.setattr(constants, "ENDPOINT", server.url)
+        files = f"{server.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", files)
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
         monkeypatch.setenv("HF_TOKEN", TOKEN)

@@ -101,8 +101,8 @@ def retry_hub(call: Callable[[], T], transfer_bytes: int = 0, tries: int = TRIES
             longest_pause_seconds=LONGEST_PAUSE_SECONDS,
         )
     except RunError as error:
-        if isinstance(error.__cause__, Exception):
-            raise error.__cause__ from None
+        if isinstance(last := error.__cause__, Exception):
+            raise last from last.__cause__  # which says whether the network was at fault
         raise
 
 

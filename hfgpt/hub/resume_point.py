@@ -185,9 +185,12 @@ def fetch(api: HfApi, point: Point, config: PretrainConfig, run: RunFolder) -> P
     with SlowWork(f"downloading {point}"):
         for name, facts in _listed_files(download(MANIFEST), point).items():
             for _ in range(TRIES_OF_A_DAMAGED_FILE):
-                if file_facts(path := download(name, facts["size"])) == facts:
+                path = download(name, facts["size"])
+                if file_facts(path) == facts:
                     break
-                path.unlink()
+                path.rename(damaged := path.with_name(f"{path.name}.damaged"))
+            else:
+                damaged.replace(path)
     if damage := find_damage(folder):
         raise DamagedPoint(f"{point}: {point.folder}: {damage}; name an earlier commit: {point.name}@REVISION")
     return _completed(folder, point, config, run)

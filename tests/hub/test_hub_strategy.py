@@ -76,7 +76,7 @@ def test_the_newest_save_is_pushed_next_by_one_other_thread_and_not_rotated_away
     settings = config(**PUSHES, hub_strategy="all_checkpoints", save_total_limit=1)
     run_folder = Path(settings.output_dir)
     # A save is offered when the next one begins, after the end of its step.
-    calls = At(step_1=requests.clear, step_3=lambda: first_is_pushed.wait(60), step_5=look)
+    calls = At(step_1=requests.clear, step_3=lambda: first_is_pushed.wait(60), step_6=look)
     with HubServer({}, token=TOKEN, before_answer=hold) as server:
         client(server)
         run = trained(settings, calls)
@@ -152,7 +152,7 @@ def on_hub(config, client, verified, tmp_path):
         run = trained(config(**PUSHES | {"save_steps": 3}, hub_strategy="all_checkpoints"))
 
         def elsewhere(wanted, name="elsewhere", **changes):
-            return config(name, **{"hub_model_id": "me/tiny", **changes}, resume_from_checkpoint=wanted)
+            return config(name, **{"hub_model_id": "me/tiny", "save_steps": 3, **changes}, resume_from_checkpoint=wanted)
 
         yield server, run, elsewhere
 
