@@ -37,8 +37,8 @@ def place_on_hub(config: PretrainConfig) -> Place | None:
     wanted = config.resume_from_checkpoint
     if wanted == HUB:
         return Place(config.hub_repo_id())
-    parts = _ON_HUB.fullmatch(wanted)
-    if parts is None or follow(wanted).exists() or Path(Path(wanted).parts[0]).exists():
+    parts = _ON_HUB.fullmatch(wanted or "")
+    if wanted is None or parts is None or follow(wanted).exists() or Path(Path(wanted).parts[0]).exists():
         return None
     return Place(*parts.groups())
 
