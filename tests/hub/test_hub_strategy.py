@@ -16,6 +16,7 @@ from pushing import TOKEN, client, verified  # noqa: F401
 from running import FORKED, Run, lines, prepared, trained
 from transformers import TrainerCallback
 
+from hfgpt.checkpointing.audit import audit
 from hfgpt.checkpointing.checkpoint import find_damage
 from hfgpt.errors import UserError
 from hfgpt.hub.background import SavePusher
@@ -145,16 +146,16 @@ def test_every_save_pushes_the_model_only_and_a_signal_waits_for_it_no_longer_th
 
 
 @pytest.fixture
-def on_hub(config, client, verified, tmp_path):
-    """A finished run whose saves are on the Hub, and settings of the same run in another folder."""
+def on_hub(config, client, verified, tmp_path, document_folder):
+    """A finished run on a mixture, whose saves are on the Hub, and settings of the same run in another folder."""
+    texts = [{"dataset": str(document_folder / f"{part}.jsonl"), "weight": 0.5} for part in range(2)]
+    settings = {"dataset": texts, "tokenizer": "bpe-300", "save_steps": 3, "eval_steps": 3, "eval_tokens": 100}
     with HubServer({}, token=TOKEN) as server:
         client(server)
-        run = trained(config(**PUSHES | {"save_steps": 3}, hub_strategy="all_checkpoints"))
+        run = trained(config(**PUSHES | settings, hub_strategy="all_checkpoints"))
 
         def elsewhere(wanted, name="elsewhere", **changes):
-            return config(
-                name, **{"hub_model_id": "me/tiny", "save_steps": 3, **changes}, resume_from_checkpoint=wanted
-            )
+            return config(name, **{"hub_model_id": "me/tiny", **settings, **changes}, resume_from_checkpoint=wanted)
 
         yield server, run, elsewhere
 
@@ -173,6 +174,11 @@ def test_a_run_continues_from_what_is_named_on_the_hub(on_hub, tmp_path, caplog,
         assert (again.folder.checkpoint(6) / name).read_bytes() == (run.folder.checkpoint(6) / name).read_bytes()
     assert [line["loss"] for line in lines(again.folder.path)] == [line["loss"] for line in lines(run.folder.path)]
     assert find_damage(again.folder.checkpoint(3)) is None and not [*again.folder.path.glob(".checkpoint-*")]
+    assert not audit(again.folder.path)["problems"]
+    for private in (TOKEN, tmp_path.name, "document 1 says"):
+        assert private.encode() not in sent(server)
+    state = [content for name, content in server.files(REPOSITORY).items() if "/" in name and "README" not in name]
+    assert b".jsonl" not in b"".join(state).replace(b"records/ledger.jsonl", b"").replace(b"records/metrics.jsonl", b"")
     [resumed] = [line for line in lines(again.folder.path, "event") if line["event"] == "resume"]
     assert resumed["origin"] == f"me/tiny@{server.commit(REPOSITORY)}"
     assert "resume   from me/tiny@" in capsys.readouterr().out
