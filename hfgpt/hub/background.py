@@ -99,12 +99,13 @@ class SavePusher:
             return not self._push.is_alive() or time.monotonic() >= self._push.until
         return False
 
-    def give_up(self) -> bool:
-        """Let go of a push that is still in progress. Returns whether there is one, to collect as failed."""
+    def give_up(self) -> list[Pushed]:
+        """Let go of what is still being pushed, and of the save that waits; return them as failed."""
+        failed = [Pushed(self.waiting, None, "the run ended before")] if self.waiting else []
         self.drop_waiting()
         if self._push is not None:
             self._push.until = 0.0
-        return self._push is not None
+        return [*filter(None, [self.collect()]), *failed]
 
     @property
     def repo_id(self) -> str:

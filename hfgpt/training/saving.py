@@ -18,7 +18,7 @@ from hfgpt.comparing.page import as_page
 from hfgpt.comparing.reading import read_folder
 from hfgpt.comparing.report import build_report
 from hfgpt.errors import first_line
-from hfgpt.hub.background import STOP_SECONDS
+from hfgpt.hub.background import STOP_SECONDS, Pushed
 from hfgpt.hub.model_card import model_card
 from hfgpt.messages import safe_output
 from hfgpt.training.run import TrainingRun
@@ -106,17 +106,20 @@ def record_saved(run: TrainingRun, outcome: Path | Exception | None) -> None:
         run.record(event="save_failed", checkpoint_step=step, reason=str(outcome))
 
 
-def note_pushed(run: TrainingRun, next_action: str = "Training continues, and the next save is pushed") -> None:
+def note_pushed(run: TrainingRun, next_action: str = ". Training continues, and the next save is pushed") -> None:
     """Record a push of a save that has ended since the last call. Starts the next push, if a save waits for it."""
-    if not (run.pusher and (pushed := run.pusher.collect())):
-        return
+    if run.pusher and (pushed := run.pusher.collect()):
+        _record_push(run, pushed, next_action)
+
+
+def _record_push(run: TrainingRun, pushed: Pushed, next_action: str = "") -> None:
     name, step = pushed.checkpoint.name, int(pushed.checkpoint.name.split("-")[1])
     if pushed.url is not None:
         run.record(event="push", checkpoint=name, checkpoint_step=step, url=pushed.url)
     else:
         run.record(event="push_failed", checkpoint=name, checkpoint_step=step, reason=pushed.reason)
         repo_id = run.config.hub_repo_id()
-        logger.warning("%s was not pushed to %s (%s). %s", name, repo_id, pushed.reason, next_action)
+        logger.warning("%s was not pushed to %s (%s)%s", name, repo_id, pushed.reason, next_action)
 
 
 def finish_pushes(run: TrainingRun, is_stopped: bool) -> None:
@@ -138,8 +141,8 @@ def finish_pushes(run: TrainingRun, is_stopped: bool) -> None:
             limit = time.monotonic() - start + STOP_SECONDS
         if pusher.wait(POLL_SECONDS):
             note_pushed(run, next_action="")
-    if pusher.give_up():
-        note_pushed(run, next_action="")
+    for pushed in pusher.give_up():
+        _record_push(run, pushed)
     if run.saver.saved_step and not (run.saver.failures or run.non_finite.skipped_in_a_row):
         rotate(run.folder, run.folder.checkpoint(run.saver.saved_step), run.config.save_total_limit)
 
