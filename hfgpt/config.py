@@ -93,6 +93,9 @@ class PretrainConfig:
         "Hub id or folder, char, or bpe-N (trained on the text, N entries); auto: the one of init_from, or gpt2",
         PATH,
     )
+    reserved_tokens: str | None = _f(
+        None, "special tokens that bpe-N keeps for later, as for chat: '<|user|>,<|assistant|>'; adds a pad token", NAME
+    )
     streaming: bool | Auto = _f("auto", "stream documents, or load the text into memory; auto: by size")
     sequence_length: int = _f(1024, "tokens per sequence in training", POSITIVE)
     tokens_per_step: int | None = _f(None, "target tokens per step, over all processes", POSITIVE)
@@ -302,6 +305,11 @@ class PretrainConfig:
         """The sources of a mixture and its stages; None if `dataset` is the name of one text."""
         known = [spec.name for spec in dataclasses.fields(self)]
         return None if isinstance(self.dataset, str) else read_mixture(self.dataset, self.stages, known)
+
+    @property
+    def reserved(self) -> tuple[str, ...]:
+        """The names in `reserved_tokens`."""
+        return tuple(name.strip() for name in (self.reserved_tokens or "").split(",") if self.reserved_tokens)
 
     @property
     def source_tokenizers(self) -> list[str]:

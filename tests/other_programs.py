@@ -153,6 +153,14 @@ def ctranslate2(checkpoint: Checkpoint) -> float:
         return checkpoint.difference(torch.from_numpy(np.array(output))[0])
 
 
+def onnx(checkpoint: Checkpoint) -> float:
+    runtime = module("optimum.onnxruntime", "'optimum-onnx[onnxruntime]' (not with transformers 5)")
+    model = runtime.ORTModelForCausalLM.from_pretrained(checkpoint.folder, export=True)
+    assert greedy(model, checkpoint.ids[:NEW_TOKENS]) == checkpoint.greedy
+    inputs = torch.tensor([checkpoint.ids])
+    return checkpoint.difference(model(inputs, attention_mask=torch.ones_like(inputs)).logits[0].log_softmax(-1))
+
+
 def mlx_lm(checkpoint: Checkpoint) -> float:
     mx, lm = module("mlx.core", "'mlx[cpu]'"), module("mlx_lm", "mlx-lm")
     if not checkpoint.model.config.tie_word_embeddings:
@@ -248,6 +256,7 @@ PROGRAMS: dict[str, tuple[Callable[[Checkpoint], float], str, float]] = {
     "device_map": (device_map, "transformers", TOLERANCE),
     "pipeline": (text_pipeline, "transformers", 0.0),
     "CTranslate2": (ctranslate2, "ctranslate2", TOLERANCE),
+    "ONNX by optimum": (onnx, "optimum-onnx", 2 * TOLERANCE),
     "mlx-lm": (mlx_lm, "mlx-lm", TOLERANCE),
     "PEFT": (peft, "peft", TOLERANCE),
     "TRL": (trl, "trl", 0.0),

@@ -21,6 +21,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 from hub_server import HubServer
@@ -168,6 +169,8 @@ class Runs:
         return self._failure(["bash", "-o", "pipefail", "-c", small(command, configs)])
 
     def _python(self, text: str) -> str | None:
+        if missing := [name for name in re.findall(r"^from (\w+)", text, re.M) if not find_spec(name)]:
+            return f"not run: {missing[0]} is not installed"
         trains = bool(re.search(r"\b[tT]rainer\b", text))
         before = BEFORE.format(model=MODEL, trains=trains)
         return self._failure([sys.executable, "-c", before + text + AFTER.format(trains=trains)])

@@ -49,6 +49,12 @@ class RunTokenizer:
     def encoder(self) -> Encoder:
         """The encoder of the tokenizer, which must have been trained before, if it is one that is."""
         tokenizer, name = self.load(), self.config.tokenizer
+        special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+        if missing := [token for token in self.config.reserved if token not in special]:
+            raise UserError(
+                f"reserved_tokens={self.config.reserved_tokens}: tokenizer={name} has no special token {missing[0]}, "
+                "and only a new bpe-N reserves some; leave it out, or give a tokenizer that has it"
+            )
         encoder = Encoder(make_repeatable(tokenizer))
         if self.config.document_masking and encoder.separator_id is None:
             raise UserError(f"document_masking: tokenizer={name} puts no end-of-text between documents")
@@ -91,6 +97,7 @@ def _load(config: PretrainConfig, texts: Iterable[Row]) -> PreTrainedTokenizerFa
     if not (is_trained or os.path.exists(name)):
         check_hub(f"tokenizer={name}", name)
     what, unit = ("training", "documents") if is_trained else ("loading", "")
+    n_positions = model_fields(config.model).get("n_positions", 1024)
     with SlowWork(f"{what} the tokenizer {name}", unit) as work:
         counted = cast(Iterable[str], work.count(texts))  # a tokenizer is not trained on tokens
-        return load_tokenizer(name, lambda: counted, model_fields(config.model).get("n_positions", 1024))
+        return load_tokenizer(name, lambda: counted, n_positions, config.reserved)

@@ -6,7 +6,7 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -19,23 +19,27 @@ from hfgpt.data.remote import quiet_hub
 from hfgpt.errors import UserError, message
 from hfgpt.links import follow
 from hfgpt.model.configuration_gpt2 import model_rows, special_ids
+from hfgpt.settings.checks import ALWAYS_RESERVED
 
 # Parallel encoding in this process would make every later fork print a warning, and could hang the child.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-END_OF_TEXT = "<|endoftext|>"
+END_OF_TEXT, PAD = ALWAYS_RESERVED
 SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 BPE_TRAINING_CHARACTERS = 20_000_000
 LONGEST_WORD = 2000
 ENDLESS = re.compile(rf"\S{{{LONGEST_WORD}}}|\s{{{LONGEST_WORD}}}")
 
 
-def load_tokenizer(name: str, texts: Callable[[], Iterable[str]], model_max_length: int) -> PreTrainedTokenizerFast:
+def load_tokenizer(
+    name: str, texts: Callable[[], Iterable[str]], model_max_length: int, reserved: Sequence[str] = ()
+) -> PreTrainedTokenizerFast:
     """Load or train the tokenizer called `name`, for a model with `model_max_length` positions.
 
     "char" has one token for each character in `texts()`, in character order, and no special tokens. "bpe-N" is a
     byte-level BPE with N entries, trained on the first 20 M characters of `texts()`, with `<|endoftext|>` as bos, eos
-    and pad. Anything else is a folder or Hub name for `AutoTokenizer`. Raises UserError if it is none of these.
+    and pad. Tokens that are `reserved` there are special, and pad is one more. Anything else is a folder or Hub name
+    for `AutoTokenizer`. Raises UserError if it is none of these.
     """
     options: dict[str, Any] = {"model_max_length": model_max_length, "clean_up_tokenization_spaces": False}
     if name == "char":
@@ -46,7 +50,9 @@ def load_tokenizer(name: str, texts: Callable[[], Iterable[str]], model_max_leng
         return PreTrainedTokenizerFast(tokenizer_object=backend, **options)
     if name.startswith("bpe-"):
         options |= dict.fromkeys(("bos_token", "eos_token", "pad_token"), END_OF_TEXT)
-        return PreTrainedTokenizerFast(tokenizer_object=_train_bpe(name, texts), **options)
+        if reserved:  # fine-tuning on chats does not learn pad tokens, but must learn to end a turn
+            options["pad_token"], reserved = PAD, (PAD, *reserved)
+        return PreTrainedTokenizerFast(tokenizer_object=_train_bpe(name, texts, reserved), **options)
     folder = follow(name)
     files = {path.name for path in folder.glob("*")}
     if "vocab.json" in files and not files & {"tokenizer.json", "tokenizer_config.json", "config.json"}:
@@ -68,16 +74,17 @@ def load_tokenizer(name: str, texts: Callable[[], Iterable[str]], model_max_leng
     return tokenizer
 
 
-def _train_bpe(name: str, texts: Callable[[], Iterable[str]]) -> Tokenizer:
-    size = name.removeprefix("bpe-")
-    if not size.isdecimal() or int(size) < 257:
+def _train_bpe(name: str, texts: Callable[[], Iterable[str]], reserved: Sequence[str]) -> Tokenizer:
+    size, special = name.removeprefix("bpe-"), [END_OF_TEXT, *reserved]
+    least = 256 + len(special)
+    if not size.isdecimal() or int(size) < least:
         raise UserError(
-            f"tokenizer={name}: bpe-N needs a number of entries of at least 257 (256 bytes and "
-            f"{END_OF_TEXT}); for example bpe-4096"
+            f"tokenizer={name}: bpe-N needs a number of entries of at least {least} (256 bytes and "
+            f"{', '.join(special)}); for example bpe-4096"
         )
     bpe = ByteLevelBPETokenizer()
     sample = _first_characters(texts(), BPE_TRAINING_CHARACTERS)
-    bpe.train_from_iterator(sample, int(size), min_frequency=0, show_progress=False, special_tokens=[END_OF_TEXT])
+    bpe.train_from_iterator(sample, int(size), min_frequency=0, show_progress=False, special_tokens=special)
     return Tokenizer.from_str(bpe.to_str())
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,7 @@ SIZE, SIZE_OR_NONE = "from 1e-30 to 1e15", "0, or from 1e-30 to 1e15"
 SECONDS = "from 0.001 to 1e9"  # the range that clocks and timeouts accept
 WORKERS = "from 0 to 1024"
 NAME, PATH = "not empty", "a path"
+ALWAYS_RESERVED = ("<|endoftext|>", "<|pad|>")  # special tokens of a tokenizer with `reserved_tokens`
 RULES: dict[str, Callable[[Any], bool]] = {
     POSITIVE: lambda value: 0 < value < math.inf,
     NOT_NEGATIVE: lambda value: 0 <= value < math.inf,
@@ -54,7 +56,21 @@ def find_problems(config: PretrainConfig, unreadable: set[str]) -> list[str]:
         + _find_mixture_problems(config)
         + _find_conflicts(config, unreadable, sizes_fine)
         + _find_size_problems(config, unreadable, sizes_fine)
+        + _find_reserved_problems(config)
     )
+
+
+def _find_reserved_problems(config: PretrainConfig) -> list[str]:
+    """Find names of tokens that no tokenizer can reserve."""
+    names, where = config.reserved, f"reserved_tokens={config.reserved_tokens}"
+    # One character is a token of text, and spaces belong to the text.
+    is_odd = any(len(name) < 2 or re.search(r"\s", name) or name in ALWAYS_RESERVED for name in names)
+    if is_odd or len(set(names)) < len(names):
+        always = " and ".join(ALWAYS_RESERVED)
+        return [f"{where}: give different names of two characters or more, without spaces; {always} are added anyway"]
+    if names and config.tokenizer == "char":
+        return [f"{where}: tokenizer=char has characters alone; use bpe-N"]
+    return []
 
 
 def _find_mixture_problems(config: PretrainConfig) -> list[str]:

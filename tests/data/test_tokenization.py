@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tokenizers import pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from hfgpt.data.encoding import Encoder
 from hfgpt.data.fast_encoding import SAMPLE, fast_encoding
@@ -137,6 +138,26 @@ ids = [tokenizer.encode(text) for text in texts]
 assert [tokenizer.decode(i) for i in ids] == texts
 print(json.dumps([ids, tokenizer.model_max_length, len(tokenizer), tokenizer.eos_token_id]))
 """
+
+
+def test_reserved_tokens_have_rows_and_no_text_is_encoded_as_them(tmp_path):
+    texts = [*TEXTS, "<|user|>Hello<|assistant|>"]
+    tokenizer = load_tokenizer("bpe-300", lambda: texts, 64, ("<|user|>", "<|assistant|>"))
+    assert len(tokenizer) == 300 and (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (
+        0,
+        0,
+        1,
+    )
+    assert tokenizer.convert_ids_to_tokens(range(4)) == ["<|endoftext|>", "<|pad|>", "<|user|>", "<|assistant|>"]
+    [ids] = Encoder(tokenizer).encode(["<|user|>Hello<|pad|>"])
+    assert ids[0] == 0 and not set(ids[1:]) & {0, 1, 2, 3}
+    save_tokenizer(tokenizer, tmp_path)
+    stock = PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    ids = stock("<|user|>Hello<|assistant|>")["input_ids"]
+    assert ids[0] == 2 and ids[-1] == 3 and stock.decode(ids, skip_special_tokens=True) == "Hello"
+    assert stock.pad_token_id == 1 and stock.eos_token_id == 0
+    with pytest.raises(UserError, match=r"at least 259 .256 bytes and <.endoftext.>, <.pad.>, <.user.>"):
+        load_tokenizer("bpe-258", lambda: texts, 64, ("<|user|>",))
 
 
 @pytest.mark.slow

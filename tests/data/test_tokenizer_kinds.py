@@ -401,3 +401,26 @@ def test_odd_tokenizers(name, tmp_path):
     ids = loaded("say you", add_special_tokens=False)["input_ids"]
     before, whole = (loaded.decode(some, clean_up_tokenization_spaces=False) for some in (ids, ids + picked))
     assert whole == before + text
+
+
+def test_a_run_reserves_tokens_and_refuses_tokenizers_that_lack_them(config, tmp_path):
+    """The ids of the model's generation are the tokenizer's: pad is not the end of a text."""
+    chat = "<|user|>, <|assistant|>"
+    folder = trained(config(tokenizer="bpe-300", reserved_tokens=chat, max_steps=2)).folder.checkpoint(2)
+    stated = json.loads((folder / "config.json").read_text())
+    assert (stated["vocab_size"], stated["eos_token_id"], stated["pad_token_id"]) == (300, 0, 1)
+    trained(config("given", tokenizer=str(folder), reserved_tokens=chat, max_steps=1))  # it has them
+    trained(
+        config("resumed", tokenizer="bpe-300", reserved_tokens=chat, max_steps=3, resume_from_checkpoint=str(folder))
+    )
+    for changes, match in (
+        ({"tokenizer": str(folder), "reserved_tokens": "<|user|>,<|tool|>"}, r"has no special token <\|tool\|>"),
+        ({"tokenizer": "char", "reserved_tokens": chat}, "tokenizer=char has characters alone"),
+        ({"tokenizer": "bpe-300", "reserved_tokens": "<|user|>,<|user|>"}, "give different names"),
+        ({"tokenizer": "bpe-300", "reserved_tokens": "<|pad|>"}, "give different names"),
+        ({"tokenizer": "bpe-300", "reserved_tokens": "a"}, "give different names"),
+        ({"tokenizer": "bpe-300", "reserved_tokens": "<|user|>,"}, "give different names"),
+    ):
+        with pytest.raises(UserError, match=match):
+            trained(config("refused", max_steps=1, **changes))
+    assert not (tmp_path / "refused").exists()
