@@ -15,6 +15,9 @@ CONFIG = {
     "output_dir": "out/quickstart",
     "sequence_length": 128,
     "per_device_train_batch_size": 8,
+    # Compiled code of so small a model is no faster in float32, and it would be compiled for half a minute first.
+    "torch_compile": False,
+    "mixed_precision": "no",
     "max_steps": 1000,
     "optim": "muon",
     "learning_rate": 1e-2,

@@ -1,7 +1,7 @@
-"""Launch to first step, with a cold and a warm compile cache, and `hfgpt --help`: python tests/benchmarks/startup.py
+"""Launch to first step, as it is and compiled, and `hfgpt --help`: python tests/benchmarks/startup.py
 
-The quickstart is launched as a user does, and ended after its first step. The cold start has an empty folder for the
-caches of torch's compiler, the warm ones after it the same folder.
+The quickstart is launched as a user does, and ended after its first step. The first compiled start has an empty folder
+for the caches of torch's compiler ("cold"), the next one the same folder ("warm").
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from pathlib import Path
 from side_by_side import REPOSITORY, at_least_one, keep, machine, parser, use_cores
 
 
-def first_step_seconds(cache: str) -> float:
+def first_step_seconds(cache: str, *flags: str) -> float:
     """From the launch to the line that tells of the first step."""
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "accelerate_configs/cpu.yaml"]
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "accelerate_configs/one_process.yaml"]
     with tempfile.TemporaryDirectory() as folder:
         environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache, "PYTHONPATH": str(REPOSITORY)}
         start = time.perf_counter()
         run = subprocess.Popen(
-            [*command, "recipes/quickstart.py", "--output_dir", str(Path(folder, "run"))],
+            [*command, "recipes/quickstart.py", "--output_dir", str(Path(folder, "run")), *flags],
             cwd=REPOSITORY,
             env={**environment, "PYTHONUNBUFFERED": "1"},
             stdout=subprocess.PIPE,
@@ -58,11 +58,12 @@ def main() -> None:
     use_cores(given.threads)
     facts = machine(given.threads)
     with tempfile.TemporaryDirectory() as cache:
-        found = {"cold": [first_step_seconds(cache)]}
-        found["warm"] = [first_step_seconds(cache) for _ in range(given.rounds)]
+        found = {"quickstart": [first_step_seconds(cache) for _ in range(given.rounds)]}
+        compiled = "--torch_compile", "true"
+        found |= {f"compiled, {state}": [first_step_seconds(cache, *compiled)] for state in ("cold", "warm")}
     found["help"] = [help_seconds() for _ in range(given.rounds)]
     for name, seconds in found.items():
-        print(f"  {name:5} {statistics.median(seconds):6.2f} s ({min(seconds):.2f} to {max(seconds):.2f})", flush=True)
+        print(f"  {name:14} {statistics.median(seconds):6.2f} s ({min(seconds):.2f} to {max(seconds):.2f})", flush=True)
     keep("startup", facts, {"seconds": found})
 
 
