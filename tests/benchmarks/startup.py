@@ -20,7 +20,13 @@ from side_by_side import REPOSITORY, at_least_one, keep, machine, parser, use_co
 
 def first_step_seconds(cache: str, *flags: str) -> float:
     """From the launch to the line that tells of the first step."""
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "accelerate_configs/one_process.yaml"]
+    command = [
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        "--config_file",
+        "accelerate_configs/one_process.yaml",
+    ]
     with tempfile.TemporaryDirectory() as folder:
         environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache, "PYTHONPATH": str(REPOSITORY)}
         start = time.perf_counter()
