@@ -6,6 +6,7 @@ import ast
 import contextlib
 import functools
 import inspect
+import os
 import re
 import sysconfig
 import warnings
@@ -55,11 +56,12 @@ def embedded_documents() -> tuple[str, ...]:
         from pydoc_data.topics import topics
 
         documents += [topics[topic] for topic in sorted(topics)]
-    root = Path(sysconfig.get_path("stdlib"))
     left_out = {"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3", "pydoc_data"}
-    for path in sorted(root.rglob("*.py")):
-        if left_out.isdisjoint(path.relative_to(root).parts):
-            documents += _docstrings(path.read_text(encoding="utf-8", errors="replace"))
+    for folder, subfolders, files in os.walk(sysconfig.get_path("stdlib")):
+        subfolders[:] = [name for name in subfolders if name not in left_out]  # site-packages has most of all files
+        for file in files:
+            if file.endswith(".py"):
+                documents += _docstrings(Path(folder, file).read_text(encoding="utf-8", errors="replace"))
     longer = {text for text in documents if len(text) >= DOCSTRING_CHARACTERS}
     return tuple(sorted(longer, key=lambda text: xxhash.xxh3_64_hexdigest(text.encode())))
 
