@@ -10,9 +10,6 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
-from hfgpt.comparing.plots import build_plots
-from hfgpt.comparing.png import draw
-from hfgpt.comparing.runs import PastRun
 from hfgpt.hub.describe_text import describe_record, describe_sources, describe_text
 
 TEMPLATE = Path(__file__).with_name("model_card.md.jinja")
@@ -151,6 +148,11 @@ def export_card(card: str, dtype: str, parameters: int) -> str:
 
 def plot_losses(records: Sequence[dict[str, Any]]) -> bytes:
     """Plot the loss curves of `public_records` as a PNG; the same records give the same bytes."""
+    # These import pandas, which takes half a second of each start.
+    from hfgpt.comparing.plots import build_plots
+    from hfgpt.comparing.png import draw
+    from hfgpt.comparing.runs import PastRun
+
     run = PastRun("loss", "", "run folder")
     run.training = [record for record in records if "loss" in record]
     run.evaluations = [record for record in records if "eval_loss" in record]

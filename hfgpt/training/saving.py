@@ -13,10 +13,6 @@ from typing import Any
 
 from hfgpt.checkpointing import state
 from hfgpt.checkpointing.checkpoint import rotate
-from hfgpt.comparing.comparison import compare
-from hfgpt.comparing.page import as_page
-from hfgpt.comparing.reading import read_folder
-from hfgpt.comparing.report import build_report
 from hfgpt.errors import first_line
 from hfgpt.hub.background import STOP_SECONDS, Pushed
 from hfgpt.hub.model_card import model_card
@@ -151,6 +147,12 @@ def write_report(run: TrainingRun) -> None:
     """Write the run's report.html, on the main process. A failure is logged once, and the next save tries again."""
     if not (run.config.report and run.is_main):
         return
+    # These import pandas, which takes half a second of each start.
+    from hfgpt.comparing.comparison import compare
+    from hfgpt.comparing.page import as_page
+    from hfgpt.comparing.reading import read_folder
+    from hfgpt.comparing.report import build_report
+
     try:
         past = read_folder(run.folder.path, with_ledger=False)
         run.folder.write_report(as_page(build_report([past], compare([past]), with_plots=True)))
