@@ -18,6 +18,7 @@ from hfgpt.data.eval_source import open_eval_source, source_options
 from hfgpt.data.file_hashes import is_earlier_hash
 from hfgpt.data.open_source import Earlier, open_source
 from hfgpt.data.source import Source, read_documents, text_hash
+from hfgpt.data.threads import for_each
 from hfgpt.data.units import IN_MEMORY_BYTES, Row, Unit, Unusable
 from hfgpt.errors import UserError
 
@@ -195,6 +196,8 @@ class _Border(NamedTuple):
 
 def _hold_out_of_stream(source: Source) -> HeldOut:
     read = functools.cache(source.read)
+    if source.by_file and not source.is_local:
+        for_each(read, _probable_units(source))  # in threads, because each takes a request or two
     border, units, share_read = _find_border(source, read)
     rule = border.rule(source)
     held_out = HeldOut([], rule, rule + border.share, border.units_before(source), [])
@@ -228,6 +231,17 @@ def _from_the_end(source: Source) -> Iterator[tuple[_Place, Unit, int]]:
         for of_file in reversed(range(len(units))):
             size = whole.size_bytes * units[of_file].size_bytes // total  # the whole, if it is the unit itself
             yield _Place(number, of_file), units[of_file], size
+
+
+def _probable_units(source: Source) -> list[Unit]:
+    """Return the units that `_find_border` reads if sizes in bytes are about those in characters."""
+    units, total = list[Unit](), 0
+    for _, unit, _ in _from_the_end(source):
+        if len(units) == MAX_HELD_OUT_UNITS or total >= MAX_HELD_OUT_CHARACTERS:
+            break
+        units.append(unit)
+        total += unit.size_bytes
+    return units
 
 
 def _find_border(source: Source, read: Callable[[Unit], Rows]) -> tuple[_Border, dict[_Place, Unit], float]:
