@@ -26,7 +26,7 @@ def start_together(iterators: Sequence[Iterator[T]], readers: Sequence[Hashable]
     return [chain([firsts[number]], iterator) for number, iterator in enumerate(iterators)]
 
 
-def for_each(call: Callable[[T], None], items: Iterable[T]) -> None:
+def for_each(call: Callable[[T], object], items: Iterable[T]) -> None:
     """Call with each item, in any order. Raises the first error. Threads do not keep a process that ends alive."""
     waiting, errors, lock = iter(items), list[BaseException](), threading.Lock()
     for first in waiting:  # alone, so that what all of them need is found once

@@ -207,7 +207,7 @@ def test_a_broken_file_among_many_is_found_when_it_is_read(many_local, trained_t
     stream = prepare_data(small(many_local, trained_tokenizer, on_bad_files="skip"), 12).train
     skipped = sum((batch.skipped["bad_file"] for batch in islice(iterate(stream, None), 200)), 0)
     assert skipped >= 1
-    (many_local / "00.jsonl").write_bytes(b"PAR1")  # the first file is always inspected
+    pq.write_table(pa.table({"text": ["a"]}), many_local / "00.jsonl")  # the first file is always inspected
     with pytest.raises(UserError, match="is parquet; rename it"):
         open_source(str(many_local))
 
