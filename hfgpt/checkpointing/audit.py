@@ -81,6 +81,7 @@ def audit(folder: str | Path) -> dict[str, Any]:
         # A text in memory is one run of tokens without separate documents, so its hash is enough.
         "documents": sum(one.count for one in seen.values()) if seen else None,
         "epochs_completed": min(one.epochs_completed for one in seen.values()) if seen else None,
+        "epochs_begun": max(one.epochs_begun for one in seen.values()) if seen else None,
         **({"sources": sources} if sources else {}),
         **({"not_checked": why} if (why := _why_not_checked(data.train)) else {}),
         "validation_documents": data.validation_documents if seen else None,
@@ -175,6 +176,11 @@ class _SeenDocuments:
     def epochs_completed(self) -> int:
         """Number of epochs that every logical stream has finished."""
         return min((epoch for epoch, *_ in self._last.values()), default=0) if len(self._last) == self._streams else 0
+
+    @property
+    def epochs_begun(self) -> int:
+        """Number of epochs that some logical stream has begun. Each goes through its part of the text by itself."""
+        return 1 + max((epoch for epoch, *_ in self._last.values()), default=-1)
 
     def add(self, batch: StepBatch) -> None:
         for stream, of_stream in enumerate(batch.documents):

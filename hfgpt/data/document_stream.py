@@ -157,7 +157,10 @@ class DocumentStream:
         is_found, skipped, empty_epochs = any(cursor[1:-1]), Counter[str](), 0
         while True:
             if self.max_epochs is not None and epoch >= self.max_epochs:
-                raise TextEnded(f"it has had its max_epochs={self.max_epochs}")
+                raise TextEnded(
+                    f"it has had its max_epochs={self.max_epochs}, as the first of its {self.streams} logical streams; "
+                    "the others may have some documents left (with streaming=false it ends at its last block)"
+                )
             parts = self._shuffle_parts(epoch)[stream :: self.streams].copy()
             for part in range(first_part, len(parts)):
                 sections = self._sections(epoch, parts[part])

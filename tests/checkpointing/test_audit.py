@@ -44,7 +44,8 @@ def test_an_honest_run_has_no_problem(tmp_path, document_folder, streaming):
     assert facts["problems"] == [] and facts["steps_as_recorded"] == facts["steps"] == 60
     assert facts["tokens"] == 60 * 32 * 16
     if streaming:
-        assert facts["epochs_completed"] >= 1 and facts["documents"] > 500 and facts["leaked"] == 0
+        assert 1 <= facts["epochs_completed"] < facts["epochs_begun"] <= facts["epochs_completed"] + 2
+        assert facts["documents"] > 500 and facts["leaked"] == 0
         assert facts["validation_documents"] > 0
 
 
