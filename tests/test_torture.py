@@ -15,7 +15,7 @@ COMMAND = [sys.executable, str(Path(__file__).parent / "benchmarks" / "torture.p
 @pytest.mark.slow
 @pytest.mark.parametrize("optim", ["adamw", "muon"])
 def test_a_run_killed_anywhere_ends_bit_for_bit_as_one_left_alone(tmp_path, optim):
-    flags = ["--kills", "16", "--seed", "3", "--optim", optim, "--folder", str(tmp_path)]
+    flags = ["--kills", "6", "--seed", "3", "--optim", optim, "--folder", str(tmp_path)]
     done = subprocess.run([*COMMAND, *flags], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    assert re.search(rf"{optim}: 16 kills, \d+ starts", done.stdout)
+    assert re.search(rf"{optim}: 6 kills, \d+ starts", done.stdout)
