@@ -29,6 +29,13 @@ TRIES = 4  # a few seconds
 _ON_HUB = re.compile(rf"([\w.-]+/[\w.-]+)(?:/({FOLDER.pattern}))?(?:@([\w./-]+))?")
 
 
+def find_resume_point(config: PretrainConfig, run: RunFolder) -> Path | None:
+    """Return the checkpoint that `resume_from_checkpoint` names, here or on the Hub; None to start at step 1."""
+    if place := place_on_hub(config):
+        return resume_from_hub(place, config, run)
+    return find_checkpoint(run, config.resume_from_checkpoint)
+
+
 def place_on_hub(config: PretrainConfig) -> Place | None:
     """Return what `resume_from_checkpoint` names on the Hub; None if it names something here.
 

@@ -12,7 +12,6 @@ from hfgpt.checkpointing.checkpoint import rewind_run
 from hfgpt.config import PretrainConfig
 from hfgpt.data import describe_skipped
 from hfgpt.data.formats.given import given_datasets, name_datasets
-from hfgpt.data.mixture import MixedStream
 from hfgpt.data.stream import StepBatch, StepText, batch_hash, join_texts, summarize
 from hfgpt.distributed.device import peak_memory_bytes
 from hfgpt.distributed.stop_signals import Interrupted, StopSignals
@@ -144,12 +143,7 @@ def start(run: TrainingRun) -> None:
         resumed_from = run.resumed.folder if run.resumed else None
         rewind_run(run.folder, resumed_from, run.progress.step, run.config.save_total_limit)
     if run.resumed:
-        changed = {"changed_settings": run.resumed.changed_settings, "changed_text": run.resumed.changed_text or None}
-        if isinstance(run.data.train, MixedStream):
-            changed["weights"] = run.data.train.fingerprint["weights"]
-        origin = {"origin": run.resumed.origin} if run.resumed.origin else {}
-        checkpoint, max_steps = run.resumed.folder.name, run.plan.max_steps
-        run.record(event="resume", checkpoint=checkpoint, **origin, max_steps=max_steps, **changed)
+        run.record(event="resume", max_steps=run.plan.max_steps, **run.resumed.to_record(run.data.train))
     else:
         run.record(event="start")
     with run.signals.interruptible():

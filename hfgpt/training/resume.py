@@ -18,6 +18,7 @@ from hfgpt.data import TextData
 from hfgpt.data.mixture import MixedStream
 from hfgpt.data.mixture_plan import share
 from hfgpt.data.position import resumed_position
+from hfgpt.data.stream import Stream
 from hfgpt.distributed.ranks import Ranks
 from hfgpt.errors import UserError
 from hfgpt.settings.mixture import OF_SOURCE, Mixture, read_mixture
@@ -53,6 +54,16 @@ class Resumed:
         found = f"from {self.origin or self.folder}, step {step:,}"
         found += f"; skipped: {', '.join(skipped)}" if skipped else ""
         return f"{found}; already finished at step {step:,}" if step >= max_steps else found
+
+    def to_record(self, stream: Stream) -> dict[str, Any]:
+        """Return what the event of the resume says of the checkpoint, and of what has changed since."""
+        return {
+            "checkpoint": self.folder.name,
+            **({"origin": self.origin} if self.origin else {}),
+            "changed_settings": self.changed_settings,
+            "changed_text": self.changed_text or None,
+            **({"weights": stream.fingerprint["weights"]} if isinstance(stream, MixedStream) else {}),
+        }
 
     def warn(self) -> None:
         """Log which settings have changed. Call once the run is certain to start."""

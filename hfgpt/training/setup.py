@@ -13,7 +13,6 @@ from pathlib import Path
 import torch
 from transformers import TrainerCallback
 
-from hfgpt.checkpointing.checkpoint import find_checkpoint
 from hfgpt.checkpointing.read_training_state import read_state
 from hfgpt.checkpointing.run_folder import RunFolder
 from hfgpt.checkpointing.saver import Saver
@@ -30,7 +29,7 @@ from hfgpt.distributed.stop_signals import Interrupted, StopSignals
 from hfgpt.errors import RunError, UserError
 from hfgpt.hub.background import SavePusher
 from hfgpt.hub.push import check_push
-from hfgpt.hub.resume_from_hub import place_on_hub, resume_from_hub
+from hfgpt.hub.resume_from_hub import find_resume_point
 from hfgpt.model.memory import training_memory
 from hfgpt.settings.batch import Batch
 from hfgpt.settings.field_types import AUTO
@@ -200,11 +199,8 @@ def _check_folder(config: PretrainConfig, folder: RunFolder) -> Path | None:
     """Find the checkpoint to resume from. Raises UserError if the folder or the Hub repository cannot be written to."""
     folder.check_writable()
     folder.check_free()
-    if config.push_to_hub:
-        check_push(config)
-    if place := place_on_hub(config):
-        return resume_from_hub(place, config, folder)
-    return find_checkpoint(folder, config.resume_from_checkpoint)
+    check_push(config)
+    return find_resume_point(config, folder)
 
 
 def _open_text(
