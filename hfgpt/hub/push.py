@@ -86,7 +86,7 @@ def push(
 
 
 def check_push(config: PretrainConfig) -> None:
-    """Raise UserError, before training, for what would prevent a push, if there is one; only warn if the Hub is down."""
+    """Raise UserError, before training, for what would prevent the push, if any; only warn if the Hub is down."""
     if not config.push_to_hub:
         return
     repo_id = config.hub_repo_id()
