@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import zipfile
 
 import pytest
 from forked import FORK, completed
@@ -124,8 +126,11 @@ def test_a_hub_set_that_is_damaged_is_refused(tmp_path, tokenizer):
     content = named("s", 50)
     shorter = {**content, "s_train_000002.bin": content["s_train_000002.bin"][:-2]}
     beyond = {**content, "s_train_000002.bin": content["s_train_000002.bin"][:-2] + b"\x2c\x01"}
+    archive = io.BytesIO()  # as torch.save writes
+    with zipfile.ZipFile(archive, "w") as file:
+        file.writestr("archive/data.pkl", bytes(99))
     no_bin = {key: value for key, value in files("megatron", documents(0, 20)).items() if key.endswith("idx")}
-    sets = {"a": shorter, "b": beyond, "c": no_bin, "d": {"model.bin": b"PK\3\4" + bytes(99)}}
+    sets = {"a": shorter, "b": beyond, "c": no_bin, "d": {"model.bin": archive.getvalue()}}
     expected = ["its header says", "is id 300", "needs the tokens set_text_document.bin", "zip archive"]
     with HubServer({f"datasets/user/{name}": one for name, one in sets.items()}) as hub:
         found = read(hub, tmp_path, [{"dataset": f"user/{name}", "tokenizer": tokenizer} for name in sets])

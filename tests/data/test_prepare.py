@@ -331,8 +331,9 @@ def test_character_of_the_evaluation_text_alone_is_refused(tmp_path, streaming):
 HUB = """
 import json, sys
 from hfgpt.config import PretrainConfig
-from hfgpt.data import prepare_data, sources
+from hfgpt.data import prepare_data
 from hfgpt.data.formats import spans
+from hfgpt.data.open_source import open_source
 from hfgpt.errors import UserError
 
 def prepare(**options):
@@ -355,7 +356,7 @@ for options in (
     except UserError as error:
         problems.append(str(error))
 spans.SPAN_BYTES = 300
-lines = sources.open_source("user/lines")
+lines = open_source("user/lines")
 print(json.dumps({
     "lines": [row for unit in lines.units for row in lines.read(unit)],
     "spans": len(lines.units),

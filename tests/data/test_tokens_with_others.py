@@ -231,7 +231,7 @@ def test_a_run_on_tokens_and_text_resumes_and_is_audited(monkeypatch, config, to
     found = audit(again.folder.path)
     assert not found["problems"] and found["steps_as_recorded"] == found["steps"]
     card = (again.folder.checkpoint(6) / "README.md").read_text()
-    assert "of the tokens: tokens.bin, token ids that were ready (headerless uint32) |" in card
+    assert "of the tokens: tokens.bin, token ids that were ready (headerless uint32); " in card
 
 
 def test_a_given_set_of_tokens_is_trained_on_and_resumed(config, tokenizer, documents):

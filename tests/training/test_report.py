@@ -11,7 +11,7 @@ from running import StopAt, records, trained
 from transformers import TrainerCallback
 
 from hfgpt import Pretrainer, SampleCallback
-from hfgpt.training import saving
+from hfgpt.comparing import page
 
 
 class ReadAtSave(TrainerCallback):
@@ -79,7 +79,7 @@ def test_a_report_that_cannot_be_written_is_one_warning(config, tmp_path, caplog
     (warning,) = (r.getMessage() for r in caplog.records if "report.html" in r.getMessage())
     assert "Is a directory" in warning and "\n" not in warning and "training continues without it" in warning
     caplog.clear()
-    monkeypatch.setattr(saving, "as_page", lambda report: 1 / 0)
+    monkeypatch.setattr(page, "as_page", lambda report: 1 / 0)
     run = trained(config("other"))
     assert run.is_complete and not run.folder.report.exists()
     assert (
