@@ -70,7 +70,7 @@ def write_folder(final: Path, write: Callable[[Path], None]) -> None:
 def refuse_existing(folder: Path) -> None:
     """Raise UserError if a file, folder or link of that name exists."""
     if os.path.lexists(folder):
-        raise UserError(f"{folder}: already exists, and nothing is overwritten; choose a new folder")
+        raise UserError(f"{folder}: already exists, and nothing is overwritten; choose a new name")
 
 
 def _write_temporary(final: Path, write: Callable[[Path], None]) -> Path:

@@ -111,7 +111,7 @@ def cause_of(error: Exception, repo_id: str, token: str | None) -> str:
     response = getattr(error, "response", None)
     if response is None:
         chain = [error] if isinstance(error, ValueError) else filter(None, (error, error.__cause__))
-        cause = ": ".join(f"{type(part).__name__}: {one_line(part) or 'no message'}" for part in chain)
+        cause = ": ".join(dict.fromkeys(f"{type(part).__name__}: {one_line(part) or 'no message'}" for part in chain))
     else:
         cause = f"{response.status_code} {response.reason_phrase} from {str(response.url).split('?')[0]}"
         if answer := getattr(error, "server_message", None):

@@ -31,9 +31,27 @@ _ON_HUB = re.compile(rf"([\w.-]+/[\w.-]+)(?:/({FOLDER.pattern}))?(?:@([\w./-]+))
 
 def find_resume_point(config: PretrainConfig, run: RunFolder) -> Path | None:
     """Return the checkpoint that `resume_from_checkpoint` names, here or on the Hub; None to start at step 1."""
-    if place := place_on_hub(config):
-        return resume_from_hub(place, config, run)
-    return find_checkpoint(run, config.resume_from_checkpoint)
+    place = place_on_hub(config)
+    found = resume_from_hub(place, config, run) if place else find_checkpoint(run, config.resume_from_checkpoint)
+    if config.push_to_hub and config.hub_strategy in ("checkpoint", "all_checkpoints"):
+        _refuse_other_run(config, found)
+    return found
+
+
+def _refuse_other_run(config: PretrainConfig, resumed: Path | None) -> None:
+    """Raise UserError if this run would replace the resume point of another one on the Hub."""
+    try:
+        with quiet_hub():
+            api = HfApi(token=get_token())
+            point = retry_hub(partial(find_point, api, Place(config.hub_repo_id())), tries=2)
+    except Exception:  # `check_push` has reported what keeps the Hub from answering
+        return
+    own = read_state(resumed, "trainer_state")["run_id"] if resumed else None
+    if point is not None and point.run_id != own:
+        raise UserError(
+            f"hub_model_id={config.hub_repo_id()}: it holds another run, at step {point.step:,}, whose resume point "
+            "would be replaced; continue it with --resume_from_checkpoint hub, or choose another hub_model_id"
+        )
 
 
 def place_on_hub(config: PretrainConfig) -> Place | None:

@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 from hfgpt.distributed.compiler import explain_compiler_error
 from hfgpt.distributed.stop_signals import Interrupted
 from hfgpt.errors import RunError, UserError, first_line
+from hfgpt.hub.resume_from_hub import HUB
 from hfgpt.training.run import TrainingRun
 from hfgpt.training.saving import finish_pushes, record_lost_output, record_saved, start_save, write_report
 
@@ -84,5 +85,5 @@ def how_to_continue(run: TrainingRun) -> str:
     # On other machines the folder of the main process may not be visible.
     saved_elsewhere = run.saver.saved_step is not None and not run.is_main
     if run.folder.checkpoints() or saved_elsewhere:
-        return "continue with --resume_from_checkpoint latest"
+        return f"continue with --resume_from_checkpoint {HUB if run.config.resume_from_checkpoint == HUB else 'latest'}"
     return "no checkpoint has been written"

@@ -233,6 +233,19 @@ def test_what_cannot_be_resumed_from_the_hub_is_one_line(on_hub, config, client,
         prepared(elsewhere("hub"))
 
 
+def test_the_resume_point_of_another_run_is_not_replaced(on_hub):
+    server, run, elsewhere = on_hub
+    commits = len(server.commits["models/me/tiny"])
+    pushes = {**PUSHES, "hub_strategy": "checkpoint", "save_steps": 3}
+    with pytest.raises(
+        UserError, match="hub_model_id=me/tiny: it holds another run, at step 6, whose resume point would"
+    ):
+        prepared(elsewhere("never", **pushes))
+    assert len(server.commits["models/me/tiny"]) == commits
+    assert prepared(elsewhere("hub", "on", **pushes)).progress.run_id == run.progress.run_id
+    prepared(elsewhere("never", "model", **{**pushes, "hub_strategy": "every_save"}))  # replaces no resume point
+
+
 def test_another_owner_and_a_strategy_without_a_push_are_refused_before_training(config, client):
     with HubServer({}, token=TOKEN) as server:
         client(server)
