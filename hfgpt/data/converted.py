@@ -6,10 +6,11 @@ import re
 from pathlib import Path
 
 from hfgpt.data.kinds import KNOWN, describe_other_kind, file_kind
-from hfgpt.data.remote import hub_files, read_with_retries
+from hfgpt.data.remote import NOT_ON_HUB, hub_files, read_with_retries
 from hfgpt.errors import RunError, UserError
 
 BRANCH = "refs/convert/parquet"
+_NO_DATASET = f"{NOT_ON_HUB}|cannot be reached"
 _FILE = re.compile(r"(?P<name>[^/]+)/(?P<part>partial-)?(?P<split>[^/]+)/\d+\.parquet")
 
 
@@ -35,7 +36,7 @@ def readable_hub_files(
         problem = UserError(f"dataset={dataset}: {what}")
     except UserError as error:
         problem = error
-    is_about_files = not str(problem).startswith("dataset_split=") and "cannot be reached" not in str(problem)
+    is_about_files = not (str(problem).startswith("dataset_split=") or re.search(_NO_DATASET, str(problem)))
     if revision is None and is_about_files and not HF_HUB_OFFLINE:
         if found := _converted_files(dataset, name, split, BRANCH, patience_seconds):
             return found

@@ -15,6 +15,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 
 from hfgpt.data.encoding import Encoder
 from hfgpt.data.formats import format_of
+from hfgpt.data.held_out import fix_of, no_documents
 from hfgpt.data.permutation import hashes, permutation
 from hfgpt.data.source import Source
 from hfgpt.data.stream import SHOWN_TOKENS, Decode, Origin, StepBatch, UnitNumber, divisors, join_batches
@@ -229,19 +230,24 @@ class DocumentStream:
     def _split_units(self) -> np.ndarray:
         """Return all rows (unit, part, parts), int64: at least 8 parts per stream if there are that many rows."""
         wanted = math.ceil(PARTS_PER_STREAM * self.streams / max(len(self.source.units), 1))
-        counts = []
+        counts, total, skipped = [], 0, Counter[str]()
         for unit in self.source.units:
             rows = None if self.source.by_file else unit.rows
-            if rows is None:  # a large source is sure to have enough rows
-                is_small = self.source.size_bytes <= IN_MEMORY_BYTES and not self.source.by_file
-                rows = len(_read(self.source, unit)) if is_small else wanted
-            counts.append(min(rows, wanted))
+            if rows is None and self.source.size_bytes <= IN_MEMORY_BYTES and not self.source.by_file:
+                read = _read(self.source, unit)
+                skipped.update(row.reason for row in read if isinstance(row, Unusable))
+                rows = len(read)
+            counts.append(wanted if rows is None else min(rows, wanted))  # a large source is sure to have enough rows
+            total += counts[-1] if rows is None else rows
+        if total == skipped.total() and not skipped["in_validation"]:
+            raise no_documents(f"dataset={self.source.description}", skipped)
         if sum(counts) < self.streams:
             raise self._too_few(f"there are {sum(counts)}", Counter())
         return np.array([(i, part, count) for i, count in enumerate(counts) for part in range(count)], np.int64)
 
     def _too_few(self, found: str, skipped: Counter[str]) -> UserError:
-        fix = f"use a smaller tokens_per_step (now {self.blocks_per_step} blocks) or streaming=false"
+        smaller = f"use a smaller tokens_per_step (now {self.blocks_per_step} blocks) or streaming=false"
+        fix = fix_of(skipped) or smaller
         if copies := skipped["in_validation"]:
             fix = f"{copies} are also in the validation text: give another eval_dataset or more text"
         need = f"too few training documents for {self.streams} streams, which need one each"

@@ -40,7 +40,8 @@ def open_eval_source(
     If the training text is a column of tokens, it is such a column, or else text.
     """
     options = source_options(config)
-    is_path = os.path.exists(os.path.expanduser(eval_dataset)) or glob.has_magic(eval_dataset)
+    path = os.path.expanduser(eval_dataset)
+    is_path = os.path.exists(path) or os.path.exists(f"{path}.idx") or glob.has_magic(eval_dataset)
     try:
         if find_given(eval_dataset) is not None:
             return open_source(eval_dataset, **options)

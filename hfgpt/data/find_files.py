@@ -9,7 +9,7 @@ from hfgpt.data.converted import describe_commit, readable_hub_files
 from hfgpt.data.formats import format_of
 from hfgpt.data.formats.tokens.opening import choose_kind
 from hfgpt.data.kinds import file_kind
-from hfgpt.data.local_files import local_files
+from hfgpt.data.local_files import local_files, similar_name
 from hfgpt.data.saved_datasets import find_saved_files
 from hfgpt.errors import UserError
 
@@ -40,7 +40,12 @@ def find_local(
 def find_on_hub(
     dataset: str, name: str | None, split: str, revision: str | None, tokens_dtype: str | None, patience_seconds: float
 ) -> FoundFiles:
-    in_split, commit = readable_hub_files(dataset, name, split, revision, patience_seconds)
+    try:
+        in_split, commit = readable_hub_files(dataset, name, split, revision, patience_seconds)
+    except UserError as error:
+        if "no such local file" in str(error) and (similar := similar_name(dataset)):
+            raise UserError(f"{error}; did you mean {similar}?") from error
+        raise
     files, _ = choose_kind(list(filter(file_kind, in_split)), [], tokens_dtype)
     fingerprint = {"dataset": dataset, "name": name, "split": split, "commit": commit}
     label = f"{dataset} ({', '.join(filter(None, [name, split]))}) {describe_commit(commit, files)}"

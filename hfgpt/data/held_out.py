@@ -297,8 +297,13 @@ FIXES = {
 }
 
 
+def fix_of(skipped: Counter[str]) -> str | None:
+    """Return what to do about most of the rows without a document, if it is known."""
+    return FIXES.get(next(iter(dict(skipped.most_common(1))), ""))
+
+
 def no_documents(text: str, skipped: Counter[str]) -> UserError:
-    why = f"; {fix}" if (fix := FIXES.get(next(iter(dict(skipped.most_common(1))), ""))) else "; give other text"
+    why = f"; {fix_of(skipped) or 'give other text'}"
     skips = f" (skipped: {dict(skipped)})" if skipped else ", as it has no rows"
     return UserError(f"{text}: contains no usable document{skips}{why}")
 

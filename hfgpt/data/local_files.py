@@ -23,7 +23,7 @@ def local_files(dataset: str) -> tuple[list[str], list[str]] | None:
     """Return the absolute paths of the files that `dataset` stands for, each once, and notes on files left out.
 
     Returns None for the name of a Hub dataset. A folder stands for all files below it. Links are followed, but not in
-    circles. Hidden files are left out.
+    circles. Hidden files are left out. The prefix of Megatron's .idx and .bin stands for both.
     """
     path = Path(os.path.abspath(os.path.expanduser(dataset)))
     if path.is_dir():
@@ -32,6 +32,8 @@ def local_files(dataset: str) -> tuple[list[str], list[str]] | None:
         return _choose_files(dataset, [str(path)])
     if glob.has_magic(dataset):
         return _choose_files(dataset, list(_glob(str(path))))
+    if megatron := [f"{path}{suffix}" for suffix in (".idx", ".bin") if os.path.isfile(f"{path}{suffix}")]:
+        return _choose_files(dataset, megatron)  # by the prefix of both files, as Megatron itself takes it
     if path.is_symlink():
         raise UserError(f"dataset={dataset}: is a link to a missing file; fix it")
     if re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", dataset) and file_kind(dataset) is None:
@@ -41,12 +43,17 @@ def local_files(dataset: str) -> tuple[list[str], list[str]] | None:
 
 def no_such_file(dataset: str) -> UserError:
     """Return the error for a path that does not exist, suggesting a similar name that does."""
+    hint = f"did you mean {similar}?" if (similar := similar_name(dataset)) else "check the path"
+    return UserError(f"dataset={dataset}: no such file or folder; {hint}")
+
+
+def similar_name(dataset: str) -> str | None:
+    """Return the path of a file or folder that exists, whose name is similar."""
     path = Path(os.path.abspath(os.path.expanduser(dataset)))
     names = [other.name for other in path.parent.glob("*") if file_kind(other.name) or other.is_dir()]
     similar = difflib.get_close_matches(path.name, names)
     similar = [name for name in similar if difflib.get_close_matches(path.stem, [Path(name).stem])]  # not by suffix
-    hint = f"did you mean {Path(dataset).with_name(similar[0])}?" if similar else "check the path"
-    return UserError(f"dataset={dataset}: no such file or folder; {hint}")
+    return str(Path(dataset).with_name(similar[0])) if similar else None
 
 
 def _choose_files(dataset: str, found: list[str]) -> tuple[list[str], list[str]]:

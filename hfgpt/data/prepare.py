@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 from hfgpt.config import PretrainConfig
 from hfgpt.data.document_stream import DocumentStream
-from hfgpt.data.encoding import Document, Encoder, describe_skipped, first_documents, first_tokens
+from hfgpt.data.encoding import Document, Encoder, describe_skipped, first_documents, first_tokens, note_unusable
 from hfgpt.data.eval_source import source_options
 from hfgpt.data.held_out import HeldOut, hold_out, no_documents
 from hfgpt.data.memory_blocks import MemoryBlocks
@@ -66,6 +66,7 @@ class OpenText:
     """One text after its validation text was held out, before it is encoded.
 
     `documents`: all of them if the text is in memory, None for a document stream. `training`: the units for training.
+    `notes`: for the plan.
     """
 
     config: PretrainConfig
@@ -74,6 +75,7 @@ class OpenText:
     held_out: HeldOut
     training: Source
     skipped: Counter[str]
+    notes: list[str]
 
     def exclude(self, hashes: frozenset[int]) -> None:
         """Leave out documents with these hashes from training."""
@@ -108,9 +110,22 @@ def open_text(
     documents = _read_all(config, source, skipped) if in_memory else None
     with SlowWork("reading the held-out text"):
         held_out = hold_out(config, source, documents, (saved or {}).get("held_out"), tokenizer.readable)
+    notes = _note_unusable(source, documents, skipped)
     skipped.update({f"eval_{reason}": count for reason, count in held_out.skipped.items()})
     training = dataclasses.replace(source, units=held_out.units, training_size=held_out.size)
-    return OpenText(config, source, documents, held_out, training, skipped)
+    return OpenText(config, source, documents, held_out, training, skipped, notes)
+
+
+def _note_unusable(source: Source, documents: list[Row] | None, skipped: Counter[str]) -> list[str]:
+    """Return a note for the plan if most rows of a text are unusable: of a local stream, judge by its first unit."""
+    read = len(documents or ())
+    if documents is None:
+        head = source.units_of(source.units[0])[:1] if source.is_local and source.units else []
+        if any(unit.size_bytes > IN_MEMORY_BYTES for unit in head):
+            return []
+        skipped = Counter()
+        read = sum(1 for _ in read_documents(dataclasses.replace(source, by_file=False), head, skipped))
+    return note_unusable(read, skipped, "the text")
 
 
 def build_stream(text: OpenText, encoder: Encoder, blocks_per_step: int) -> tuple[MemoryBlocks | DocumentStream, str]:
@@ -153,7 +168,8 @@ def prepare_data(
         validation_bytes=validation_bytes,
         description=[
             source.description,
-            of_run.describe(),
+            *text.notes,
+            *of_run.describe(),
             f"training: {how}",
             *lines,
             *(f"so far, {line}" for line in describe_skipped(skipped)),
@@ -269,6 +285,7 @@ def encode_validation(
     documents = counted(len(used), "document")
     lines = [
         f"validation: {len(tokens):,} tokens of {documents}, {held_out.origin}{first}",
+        *note_unusable(len(held_out.validation), held_out.skipped, "the validation text"),
         f"documents: {encoder.rule()}",
         *([f"bits per byte: null, because {why}"] if (why := encoder.why_no_bytes(used)) else []),
     ]

@@ -81,8 +81,12 @@ def prepare_data(
         train_sample=first_tokens(encoder, shuffled, len(validation)) if config.eval_train else None,
         validation_bytes=named[""][1] if "" in named else None,
         description=[
-            *(f"{_prefix(name)}{text.source.description}" for name, text in opened.items()),
-            of_run.describe(),
+            *(
+                f"{_prefix(name)}{line}"
+                for name, text in opened.items()
+                for line in (text.source.description, *text.notes)
+            ),
+            *of_run.describe(),
             *how,
             *lines,
             *(f"so far, {line}" for line in describe_skipped(skipped)),

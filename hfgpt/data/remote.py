@@ -32,6 +32,7 @@ CONTACT_SECONDS = 5.0
 _DATA_FILE = re.compile(r"\.(parquet|jsonl|csv|tsv|txt|arrow|tar)(\.\w+)?$")
 UNREACHABLE = {"ConnectError", "ConnectTimeout", "ConnectionError", "ProxyError", "TimeoutError"}
 
+NOT_ON_HUB = "no dataset of that name on the Hub"
 PUSHING = "push-"  # how the names of threads begin that push to the Hub
 
 _retries: list[dict[str, Any]] = []
@@ -153,7 +154,9 @@ def hub_files(
         except Exception as error:
             if not is_reachable and is_temporary(error) and (fault := find_hub_fault()):
                 hint = "check the name or the connection, or use what is cached with HF_HUB_OFFLINE=1"
-                raise UserError(f"{given}: no local file, and {fault}: {message(error)}; {hint}") from error
+                raise UserError(
+                    f"{given}: no such local file or folder, and {fault}: {message(error)}; {hint}"
+                ) from error
             is_reachable = True
             raise
 
@@ -162,9 +165,16 @@ def hub_files(
     except UserError:
         raise
     except Exception as error:  # not found, not allowed, unknown configuration: each has its own type
-        problem = "the Hub cannot be reached" if isinstance(error, RunError) else "not usable from the Hub"
-        hint = "; HF_HUB_OFFLINE is set, so only cached files can be used" if HF_HUB_OFFLINE else ""
-        raise UserError(f"{given}: no local file, and {problem}: {message(error)}{hint}") from error
+        names = error_names(error)
+        if HF_HUB_OFFLINE and "LocalEntryNotFoundError" in names:
+            problem = "no dataset of that name is cached, and HF_HUB_OFFLINE is set; check the name"
+        elif "RepositoryNotFoundError" in names and "GatedRepoError" not in names:
+            problem = f"{NOT_ON_HUB} (or your token may not see it); check the name"
+        else:
+            problem = "the Hub cannot be reached" if isinstance(error, RunError) else "not usable from the Hub"
+            hint = "; HF_HUB_OFFLINE is set, so only cached files can be used" if HF_HUB_OFFLINE else ""
+            problem += f": {message(error)}{hint}"
+        raise UserError(f"{given}: no such local file or folder, and {problem}") from error
     if split not in splits:
         raise UserError(f"dataset_split={split}: {dataset} has no such split; it has {', '.join(map(str, splits))}")
     return list(splits[split]), commit

@@ -13,7 +13,7 @@ from hfgpt.config import PretrainConfig
 from hfgpt.data.encoding import Encoder, make_repeatable
 from hfgpt.data.remote import check_hub, model_files
 from hfgpt.data.source import Source
-from hfgpt.data.token_tokenizer import choose_tokenizer, hashes_of_copies, refuse_trained, vocabulary_of
+from hfgpt.data.token_tokenizer import choose_tokenizer, hashes_of_copies, notes_on, refuse_trained, vocabulary_of
 from hfgpt.data.tokenization import load_tokenizer
 from hfgpt.data.units import Row
 from hfgpt.errors import UserError
@@ -33,7 +33,9 @@ class RunTokenizer:
         self, config: PretrainConfig, sources: Mapping[str, Source], given: PreTrainedTokenizerFast | None
     ) -> None:
         self.config = config if given else choose_tokenizer(config, sources)
+        self._usual = None if self.config is config else config.tokenizer  # that tokens have replaced by theirs
         self._loaded = given
+        self._notes: list[str] = []
 
     @property
     def is_loaded(self) -> bool:
@@ -42,7 +44,14 @@ class RunTokenizer:
     def load(self, texts: Iterable[Row] = ()) -> PreTrainedTokenizerFast:
         """Return the tokenizer; the first time, load it, or train it on `texts`."""
         if self._loaded is None:
-            self._loaded = _load(self.config, texts)
+            try:
+                self._loaded = _load(self.config, texts)
+            except UserError as error:
+                if self._usual is None:
+                    raise
+                fix = "state the right one with --tokenizer PATH, or as `tokenizer:` of that source of a mixture"
+                usual = f" in place of the recipe's {self._usual}" if self._usual != AUTO else ""
+                raise UserError(f"{error}; the tokens name this tokenizer{usual}: {fix}") from error
         return self._loaded
 
     @functools.cached_property
@@ -71,18 +80,23 @@ class RunTokenizer:
             return source
         if not self.is_loaded:
             refuse_trained(self.config.tokenizer, f"{what} contains tokens")
-        return source.with_vocabulary(vocabulary_of(self.encoder, self.config.tokenizer, source))
+        name = self.config.tokenizer
+        readable = source.with_vocabulary(vocabulary_of(self.encoder, name, source))
+        named = str(self.config.init_from) if name == AUTO else name
+        self._notes += [note for note in notes_on(source, what, self.encoder, named) if note not in self._notes]
+        return readable
 
     def hashes_of_copies(self, rows: Iterable[Row], as_tokens: bool) -> frozenset[int]:
         """Return the hashes that texts among `rows` have as tokens, or else those that tokens have as text."""
         others = [row for row in rows if isinstance(row, str) == as_tokens]
         return hashes_of_copies(others, self.encoder, self.load()) if others else frozenset()
 
-    def describe(self) -> str:
+    def describe(self) -> list[str]:
+        """Return lines for the plan."""
         tokenizer, rows = self.load(), self.encoder.rows
         named = "of init_from" if self.config.tokenizer == AUTO else self.config.tokenizer
         highest = f" with ids up to {rows - 1:,}" if rows > len(tokenizer) else ""
-        return f"tokenizer: {named}, {len(tokenizer):,} entries{highest}"
+        return [f"tokenizer: {named}, {len(tokenizer):,} entries{highest}", *self._notes]
 
 
 def _load(config: PretrainConfig, texts: Iterable[Row]) -> PreTrainedTokenizerFast:

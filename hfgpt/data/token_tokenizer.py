@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tokenizers import Tokenizer
 
 from hfgpt.config import PretrainConfig
 from hfgpt.data.encoding import Encoder
@@ -32,8 +35,11 @@ def choose_tokenizer(config: PretrainConfig, sources: Mapping[str, Source]) -> P
             return config
         made_with = source.made_with.name or ("gpt2" if source.fingerprint["tokens"] == LLM_C else None)
         if made_with is None:
-            what = f"{what} contains tokens, whose files do not name their tokenizer"
-            raise UserError(f"tokenizer: {what}; set --tokenizer to the one that they were made with")
+            why = "whose files do not name their tokenizer"
+            if damaged := source.made_with.unreadable:
+                why = f"but {damaged}, which names their tokenizer, cannot be read"
+            fix = "set --tokenizer to the one that they were made with"
+            raise UserError(f"tokenizer: {what} contains tokens, {why}; {fix}")
         named.setdefault(source.made_with.fingerprint or made_with, (what, made_with))
     if len(named) > 1:
         found = " and ".join(f"{what} was made with {made_with}" for what, made_with in named.values())
@@ -53,8 +59,26 @@ def vocabulary_of(encoder: Encoder, name: str, source: Source | None = None) -> 
     """Return what an encoder says about ids. Raises UserError if the tokens of `source` are those of another one."""
     if source and source.made_with.fingerprint not in (None, encoder.fingerprint):
         made_with = source.made_with.name or "another one"
-        raise UserError(f"tokenizer={name}: the tokens were made with {made_with}; give that one")
+        ids = f" (highest id {highest:,}, not {encoder.rows - 1:,})" if (highest := _highest_id(made_with)) else ""
+        raise UserError(f"tokenizer={name}: the tokens were made with {made_with}{ids}; give that one")
     return Vocabulary(encoder.separator_id, encoder.rows, name)
+
+
+def _highest_id(name: str) -> int | None:
+    """Return the highest id of a tokenizer, if its file is here."""
+    file = Path(name) / "tokenizer.json"
+    return max(Tokenizer.from_file(str(file)).get_vocab().values()) if file.is_file() else None
+
+
+def notes_on(source: Source, what: str, encoder: Encoder, name: str) -> list[str]:
+    """Return notes for the plan if files of tokens name another tokenizer than `name`, or can no longer be read."""
+    made_with, fingerprint, unreadable = source.made_with
+    notes = [f"note: {unreadable} cannot be read; it names the tokenizer of the tokens"] if unreadable else []
+    same = {path for path in (made_with, name) if path is not None}
+    same = {os.path.realpath(path) if os.path.exists(path) else path.removeprefix("openai-community/") for path in same}
+    if made_with is not None and len(same) > 1 and fingerprint != encoder.fingerprint:
+        notes.append(f"note: the files of {what} name {made_with} as their tokenizer; --tokenizer {name} is used")
+    return notes
 
 
 def hashes_of_copies(rows: Sequence[Row], encoder: Encoder, tokenizer: Any) -> frozenset[int]:

@@ -30,7 +30,17 @@ KINDS = {
     ),
     "texts.jsonl": (json.dumps(["one", "two"]), r"array of strings, .* jq -c '\.\[\] \| {text: \.}' texts"),
     "texts_indented.json": (json.dumps(["one", "two"], indent=1), "array of strings"),
-    "numbers.json": ("[1, 2]", "its line is not a JSON object"),
+    "numbers.json": ("[1, 2]", "array does not contain objects .*; give one object per line, or one array of objects"),
+    "nested.json": (
+        '[[{"text": "a"}]]',
+        "array does not contain objects .*; give one object per line, or one array of",
+    ),
+    "rows.jsonl": ("[1, 2]\n[3, 4]\n", "none of its first 2 lines is a JSON object"),
+    "mixed.csv": (
+        "id;text\n" + "".join(f"{n},row {n}\n" for n in range(40)) + "40;last\n",
+        r"its header has 2 columns separated by ';', but 40 of the first 41 rows do not \(with ',', 40 have 2 fields\)",
+    ),
+    "longer.csv": ("id,text\n" + "1,one,more\n" * 9, "but 9 of the first 9 rows do not .with ',', 9 have 3 fields"),
     "data.json": (
         json.dumps({"version": 1, "data": ROWS}),
         r"data; \"data\" holds 25 rows: .* jq -c '\.\"data\"\[\]' data",
@@ -130,9 +140,12 @@ def test_text_without_documents_is_refused_with_what_to_do(tmp_path, name):
 
     content, message = NO_DOCUMENT[name]
     (tmp_path / name).write_bytes(content)
-    for streaming in ("auto", True):
+    write_jsonl(tmp_path / "other.jsonl", ["some other text"] * 9)
+    for streaming, other in (("auto", None), (True, None), (True, str(tmp_path / "other.jsonl"))):
+        settings = {"tokenizer": "char", "eval_dataset": other, "streaming": streaming, "max_steps": 1}
+        config = PretrainConfig(dataset=str(tmp_path / name), **settings)
         with pytest.raises(UserError, match=message) as caught:
-            prepare_data(PretrainConfig(dataset=str(tmp_path / name), streaming=streaming, max_steps=1), 4)
+            prepare_data(config, 4)
         assert str(tmp_path / name) in str(caught.value) and len(str(caught.value).splitlines()) == 1
 
 

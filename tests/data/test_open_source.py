@@ -233,6 +233,19 @@ def test_unreachable_hub_is_one_line(monkeypatch):
         client.removeHandler(handler)
 
 
+def test_a_folder_that_is_not_there_is_no_matter_of_the_cache(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    expected = (
+        r"^dataset=books: no such local file or folder, and no dataset of that name is cached, .*; check the name"
+    )
+    with pytest.raises(UserError, match=f"{expected}$"):
+        open_source("books")
+    (tmp_path / "book").mkdir()
+    with pytest.raises(UserError, match=f"{expected}; did you mean book\\?$"):
+        open_source("books")
+
+
 def test_missing_column_lists_the_existing_ones(tmp_path):
     write_parquet(tmp_path / "a.parquet", TEXTS, column="content")
     (tmp_path / "a.jsonl").write_text('{"title": "t", "body": "b"}\n')

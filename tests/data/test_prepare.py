@@ -260,6 +260,20 @@ def test_unusable_rows_are_counted(tmp_path):
     assert prepare(path).skipped == {"null": 1, "empty": 1}
 
 
+@pytest.mark.parametrize("streaming", [True, False])
+def test_the_plan_notes_that_most_rows_are_unusable(tmp_path, streaming):
+    other = str(write(tmp_path / "other.jsonl", [f"other {text}" for text in texts(30)]))
+    some = [row for text in texts(40) for row in (text, None, "")]
+    for path, eval_dataset, what in (
+        (write(tmp_path / "a.jsonl", some), other, "the text"),
+        (write(tmp_path / "a.jsonl", some), None, "the text"),
+        (other, str(tmp_path / "a.jsonl"), "the validation text"),
+    ):
+        lines = prepare(path, eval_dataset=eval_dataset, streaming=streaming).description
+        assert f"note: 80 of the 120 rows of {what} read so far are unusable: 40 null, 40 empty" in lines
+    assert not any(line.startswith("note") for line in prepare(other, streaming=streaming).description)
+
+
 def test_tokenizer_object_is_taken_as_it_is(tmp_path):
     path = write(tmp_path / "a.jsonl", texts(100))
     first = prepare(path)

@@ -136,6 +136,14 @@ BAD = {
         "its header says 59 tokens, but its 1,132 bytes hold 54; it is not fin",
     ),
     "odd count": ({"a.bin": NEW_HEADER + b"\0"}, {}, "its header says 59 tokens, but its 1,143 bytes hold 59.5"),
+    **{
+        f"header cut at {size}": (
+            {"a.bin": NEW_HEADER[:size]},
+            {},
+            f"header of .* cut off after {size:,} of 1,024 bytes",
+        )
+        for size in (4, 8, 12, 1000)
+    },
     "no count": ({"a.bin": header(20240520, 1, 0)}, {}, "contains no tokens; finish writing it"),
     "odd": ({"a.bin": b"\1\0\2"}, {}, "3 bytes are not a whole number of uint16 tokens; finish copying"),
     "odd for uint32": (
@@ -202,6 +210,12 @@ BAD = {
         {"tokens_column": "ids"},
         "tokens_column=ids: .* has no columns; leave it",
     ),
+    "metadata": (
+        {"a.ds": b"\1\0", "a.ds.metadata": b"\0\1x"},
+        {},
+        "a.ds.metadata cannot be read .*; copy it again, or",
+    ),
+    "sidecar": ({"a.bin": NEW_HEADER, "hfgpt_tokens.json": b"[]"}, {}, "hfgpt_tokens.json is not a JSON object; copy"),
     "two tokenizers": (
         {"a.ds": b"\1\0", "a.ds.metadata": b"x|2\n1", "b.ds": b"\1\0", "b.ds.metadata": b"y|2\n1"},
         {},
@@ -248,6 +262,29 @@ def test_ids_are_checked_against_the_tokenizer_with_both_numbers(tmp_path, token
         blocks(tokenizer, str(path))
     with pytest.raises(UserError, match=r"tokenizer=char: dataset=.* contains tokens; give the folder or Hub id"):
         blocks("char", str(path))
+
+
+@pytest.mark.parametrize("form", ["npy", "headerless", "column"])
+def test_ids_below_zero_are_damage_whatever_the_tokenizer(tmp_path, tokenizer, form):
+    stated = {"npy": {}, "headerless": {"tokens_dtype": "int32"}, "column": {"tokens_column": "input_ids"}}[form]
+    content = {"npy": {"a.npy": npy([1, 2, -3] * 99, "int32")}, "column": files("column", [[1, 2, -3]] * 99)}
+    content["headerless"] = {"a.bin": np.array([1, 2, -3] * 99, "<i4").tobytes()}
+    message = r"^dataset: .* id -3, but ids below 0 come from damage.*; write or copy the tokens again"
+    with pytest.raises(UserError, match=message) as caught:
+        blocks(tokenizer, written(tmp_path / "set", content[form]), **stated)
+    assert ("--tokens_dtype" in str(caught.value)) == (form == "headerless")
+
+
+def test_megatron_files_are_found_by_their_prefix(tmp_path, documents, monkeypatch):
+    written(tmp_path, files("megatron", documents))
+    [index] = tmp_path.rglob("*.idx")
+    monkeypatch.chdir(index.parent.parent)
+    relative = os.path.join(index.parent.name, index.stem)  # which could also be the name of a set on the Hub
+    for prefix in (str(index.with_suffix("")), relative):
+        assert read(open_source(prefix)) == documents
+    index.unlink()
+    with pytest.raises(UserError, match=rf"needs its index {index.name} next to it"):
+        open_source(relative)
 
 
 def test_files_that_shrink_are_reported(tmp_path):
@@ -300,7 +337,8 @@ def test_tokens_without_separators_are_read_in_pieces_by_a_stream(tmp_path, toke
 
 def test_the_tokenizer_is_stated_or_named_by_the_files(tmp_path, tokenizer, documents):
     content = files("datatrove", documents)
-    content["00000_shuffled.ds.metadata"] = f"{tokenizer}|2\n{len(after_each(documents))}\n1".encode()
+    count = f"{len(after_each(documents))}\n1".encode()
+    content["00000_shuffled.ds.metadata"] = f"{tokenizer}|2\n".encode() + count
     folder = written(tmp_path / "named", content)
     settings = {"sequence_length": 32, "max_steps": 1}
     for config in (
@@ -310,6 +348,25 @@ def test_the_tokenizer_is_stated_or_named_by_the_files(tmp_path, tokenizer, docu
         assert prepare_data(config, 8).tokenizer_name == tokenizer
     config = PretrainConfig.from_layers({"dataset": folder}, recipe=[{**settings, "tokenizer": "char"}])
     assert prepare_data(config, 8).tokenizer_name == tokenizer
+    other = written(tmp_path / "other", content | {"00000_shuffled.ds.metadata": b"someone/other|2\n" + count})
+    damaged = written(tmp_path / "damaged", content | {"00000_shuffled.ds.metadata": b"\0\1nonsense"})
+    for dataset, note in (
+        (folder, None),
+        (
+            other,
+            f"note: the files of dataset={other} name someone/other as their tokenizer; --tokenizer {tokenizer} is",
+        ),
+        (damaged, f"note: {damaged}/00000_shuffled.ds.metadata cannot be read; it names the tokenizer"),
+    ):
+        lines = prepare_data(PretrainConfig(dataset=dataset, tokenizer=tokenizer, **settings), 8).description
+        assert [line.startswith(note or "") for line in lines if line.startswith("note")] == [True] * bool(note)
+    with pytest.raises(UserError, match=r"but .*ds.metadata, which names their tokenizer, cannot be read; set --tok"):
+        prepare_data(PretrainConfig(dataset=damaged, **settings), 8)
+    recipe = [{**settings, "tokenizer": "char"}]
+    with pytest.raises(
+        UserError, match=r"^tokenizer=someone/other: .*recipe's char: state .* --tokenizer PATH, or as `t"
+    ):
+        prepare_data(PretrainConfig.from_layers({"dataset": other}, recipe=recipe), 8)
     for layout in ("nanogpt", "nemo-2"):
         folder = written(tmp_path / layout, files(layout, documents))
         with pytest.raises(

@@ -6,14 +6,16 @@ A line end may lie inside quotes, so only reading from the beginning tells where
 from __future__ import annotations
 
 import codecs
+import contextlib
 import csv
 import io
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
 from hfgpt.data.file_access import open_file
 from hfgpt.data.formats.borders import one_unit, read_unit, split_at_rows
-from hfgpt.data.heads import FileHead, no_column
+from hfgpt.data.heads import HEAD_BYTES, FileHead, no_column
 from hfgpt.data.kinds import BadFile
 from hfgpt.data.units import Unit, Unusable
 
@@ -24,7 +26,7 @@ SEPARATORS = ",;\t|"
 
 def find_units(file: str, head: FileHead, text_column: str) -> list[Unit]:
     """A layout is the separator, the number of the text column, and that of all columns."""
-    columns, separator = _find_columns(file, head.data, text_column)
+    columns, separator = _find_columns(file, head, text_column)
     if not columns:
         return []
     if columns.count(text_column) != 1:
@@ -36,19 +38,50 @@ def find_units(file: str, head: FileHead, text_column: str) -> list[Unit]:
         return split_at_rows(file, (end for _, end in _read(file, handle, separator)), layout)
 
 
-def _find_columns(file: str, data: bytes, text_column: str) -> tuple[list[str], str]:
-    """Return the first row, read with the first separator with which it has the column, and that separator."""
-    csv.field_size_limit(LONGEST_FIELD_CHARACTERS)
+def _find_columns(file: str, head: FileHead, text_column: str) -> tuple[list[str], str]:
+    """Return the names of the columns, and the first separator with which most rows of the head have as many fields.
+
+    Without the text column: the names with the separator that gives the most. Raises BadFile if no separator fits.
+    """
     preferred = "\t" + SEPARATORS if ".tsv" in file.lower() else SEPARATORS
-    found = []
-    for separator in preferred:
-        text = data.removeprefix(codecs.BOM_UTF8).decode("utf-8", "replace")
-        columns = next(filter(None, csv.reader(io.StringIO(text, newline=""), delimiter=separator)), [])
-        if text_column in columns:
+    found = {separator: _first_rows(head, separator) for separator in preferred}
+    with_column = [separator for separator, (columns, _) in found.items() if text_column in columns]
+    for separator in with_column:
+        columns, lengths = found[separator]
+        if 2 * _fitting(columns, lengths) >= lengths.total():
             return columns, separator
-        found.append((len(columns), columns, separator))
-    _, columns, separator = max(found, key=lambda one: one[0])
-    return columns, separator
+    if not with_column:
+        separator = max(found, key=lambda one: len(found[one][0]))
+        return found[separator][0], separator
+    separator = with_column[0]
+    columns, lengths = found[separator]
+    fields = {one: of.most_common(1)[0] for one, (_, of) in found.items() if of}  # the usual number, and its rows
+    other = max(fields, key=lambda one: (fields[one][0] > 1, fields[one][1]))
+    total = lengths.total()
+    what = (
+        f"its header has {len(columns)} columns separated by {separator!r}, but {total - _fitting(columns, lengths):,}"
+    )
+    what += f" of the first {total:,} rows do not (with {other!r}, {fields[other][1]:,} have {fields[other][0]} fields)"
+    raise BadFile(f"dataset: {file}: {what}; use one separator throughout, or quote fields that contain it")
+
+
+def _fitting(columns: list[str], lengths: Counter[int]) -> int:
+    """Return how many rows have as many fields as the header, which may end with empty names."""
+    named = len(columns)
+    while named and not columns[named - 1]:
+        named -= 1
+    return sum(count for number, count in lengths.items() if named <= number <= len(columns))
+
+
+def _first_rows(head: FileHead, separator: str) -> tuple[list[str], Counter[int]]:
+    """Return the first row, and how many of the whole rows after it in the head have how many fields."""
+    csv.field_size_limit(LONGEST_FIELD_CHARACTERS)
+    text = head.data[:HEAD_BYTES].removeprefix(codecs.BOM_UTF8).decode("utf-8", "replace")
+    rows = list[list[str]]()
+    with contextlib.suppress(csv.Error):
+        rows.extend(filter(None, csv.reader(io.StringIO(text, newline=""), delimiter=separator)))
+    is_whole = head.is_whole and len(head.data) <= HEAD_BYTES
+    return (rows or [[]])[0], Counter(map(len, rows[1 : None if is_whole else -1]))
 
 
 def read_rows(unit: Unit, text_column: str) -> list[Any]:

@@ -86,7 +86,10 @@ def find_damage(file: str, data: bytes, is_whole: bool, text_column: str | None)
         if lines and not objects:
             shown = ascii(lines[0][:40].decode("utf-8", "replace"))
             which = f"none of its first {len(lines):,} lines is" if len(lines) > 1 else "its line is not"
-            return BadFile(f"dataset: {file}: {which} a JSON object ({shown}); give one JSON object per line, in UTF-8")
+            what, fix = f"{which} a JSON object ({shown})", "one object per line, or one array of objects"
+            if re.match(rb"\[\s*[\[\w-]", data) and (len(lines) == 1 or _parse(lines[0]) is None):
+                what = f"its JSON array does not contain objects ({shown})"
+            return BadFile(f"dataset: {file}: {what}; give {fix}, in UTF-8")
     if columns and text_column is not None:
         rows_of = _rows_of(objects[0]) if len(objects) == len(lines) == 1 else {}
         if text_column not in columns:

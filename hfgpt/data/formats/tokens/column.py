@@ -9,11 +9,10 @@ from typing import Any
 import numpy as np
 
 from hfgpt.data.formats import arrow, given, parquet
-from hfgpt.data.formats.tokens.reading import Vocabulary, split_documents
+from hfgpt.data.formats.tokens.reading import Vocabulary, split_documents, unknown_id
 from hfgpt.data.heads import read_head
 from hfgpt.data.kinds import BadFile, file_kind
 from hfgpt.data.units import Unit
-from hfgpt.errors import UserError
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,11 +60,8 @@ class TokenColumn:
         """Raise UserError for an id that the tokenizer does not have."""
         assert self.vocabulary is not None  # noqa: S101
         if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < self.vocabulary.rows:
-            bad = int(ids.max()) if ids.max() >= self.vocabulary.rows else int(ids.min())
-            has = f"{self.column} of {unit.file} contains id {bad:,}"
-            last = f"its highest id is {self.vocabulary.rows - 1:,}"
-            fix = "give the tokenizer that the tokens were made with"
-            raise UserError(f"tokenizer={self.vocabulary.name}: {last}, but {has}; {fix}")
+            bad = int(ids.min()) if ids.min() < 0 else int(ids.max())
+            raise unknown_id(self.vocabulary, f"{self.column} of {unit.file} contains", bad)
 
 
 # Formats with columns of lists, by `file_kind`: modules with `find_token_units` and `read_tokens`.

@@ -27,6 +27,8 @@ SURE_BYTES = 64  # fewer bytes of tokens could be those of a text, too
 NPY, MEGATRON = b"\x93NUMPY", b"MMIDIDX\0\0"
 MEGATRON_HEADER, MEGATRON_DTYPES = struct.Struct("<9sQBQQ"), {4: "int32", 8: "uint16"}
 DTYPES = {"uint16": "<u2", "uint32": "<u4", "int32": "<i4"}
+# The first lines that datatrove writes: the tokenizer's name, more about it, and the bytes of a token; their number.
+_METADATA = re.compile(r"([^\n|]+)(?:\|(?:[^\n]*\|)?(\d+)|[^\n]*)\r?\n(\d+)\r?(?:\n|$)")
 # Names that Megatron gives to the .bin of a pair.
 _HALF_OF_A_PAIR = re.compile(r"_(document|sentence)\.bin$")
 
@@ -37,6 +39,7 @@ class TokenFile:
 
     `index`: the file that says where documents are, None if only the ids do; `documents` and `sequences`: number of
     both in it. `tokenizer`: named by the file's own metadata. `tokenizer_hash`: identifies its vocabulary and rules.
+    `unreadable`: the file of metadata, if it is damaged.
     """
 
     file: str
@@ -49,6 +52,7 @@ class TokenFile:
     sequences: int = 0
     tokenizer: str | None = None
     tokenizer_hash: str | None = None
+    unreadable: str | None = None
 
     @property
     def item_bytes(self) -> int:
@@ -82,6 +86,7 @@ def recognize(file: str, stated: str | None, exists: Callable[[str], bool]) -> T
     head = _read_head(file)
     if not head.size:
         raise BadFile(f"dataset: {file} is empty; finish writing it, or remove it")
+    _refuse_cut_header(file, head)
     if len(head.data) >= HEADER_BYTES and not any(head.data[16:HEADER_BYTES]):
         found = _with_header(file, head, stated)
     elif head.data.startswith(NPY) and head.data[6:8] in (b"\1\0", b"\2\0", b"\3\0"):  # its version
@@ -105,7 +110,9 @@ def sidecar_of(folder: str, exists: Callable[[str], bool]) -> dict[str, Any]:
             content = json.loads(handle.read())
         except ValueError as error:
             raise BadFile(f"dataset: {path} is not JSON ({error}); copy it again") from error
-    return content if isinstance(content, dict) else {}
+    if not isinstance(content, dict):
+        raise BadFile(f"dataset: {path} is not a JSON object; copy it again")
+    return content
 
 
 def _read_head(file: str) -> Head:
@@ -127,6 +134,15 @@ def _check_size(file: str, says: str, count: int, offset: int, dtype: str, size:
         fix = "it is not finished, or damaged: write or download it again"
         held = f"its {size:,} bytes hold {max(0, size - offset) / item:,.10g}"
         raise BadFile(f"dataset: {file}: {says} {count:,} tokens, but {held}; {fix}")
+
+
+def _refuse_cut_header(file: str, head: Head) -> None:
+    """Raise BadFile for a file that is a part of a header: magic, version, count, and zeros."""
+    for magic, (name, version, _) in MAGICS.items():
+        begin = struct.pack("<2i", magic, version)
+        if 4 <= head.size < HEADER_BYTES and begin.startswith(head.data[:8]) and not any(head.data[16:]):
+            what = f"its header of {name} is cut off after {head.size:,} of {HEADER_BYTES:,} bytes"
+            raise BadFile(f"dataset: {file}: {what}; write or download it again")
 
 
 def _with_header(file: str, head: Head, stated: str | None) -> TokenFile:
@@ -187,14 +203,17 @@ def _check_width(file: str, data: bytes, stated: str | None, dtype: str) -> None
 
 
 def _datatrove(file: str, head: Head, stated: str | None, exists: Callable[[str], bool]) -> TokenFile:
-    tokenizer, count, item = None, None, None
-    if exists(f"{file}.metadata"):
-        with open_file(f"{file}.metadata") as handle:
-            lines = handle.read(HEAD_BYTES).decode("utf-8", "replace").split("\n")
-        name, _, width = lines[0].partition("|")
-        tokenizer = None if name == "Unknown Tokenizer" else name
-        item = int(width.rpartition("|")[2]) if width.rpartition("|")[2].isdecimal() else None
-        count = int(lines[1]) if len(lines) > 1 and lines[1].isdecimal() else None
+    tokenizer, count, item, unreadable = None, None, None, None
+    if exists(metadata := f"{file}.metadata"):
+        with open_file(metadata, uncompressed=False) as handle:
+            data = handle.read(HEAD_BYTES)
+        if (found := _METADATA.match(data.decode("utf-8", "replace"))) and is_text(data):
+            tokenizer, count = None if found[1] == "Unknown Tokenizer" else found[1], int(found[3])
+            item = int(found[2]) if found[2] else None
+        elif exists(f"{file}.index"):
+            unreadable = metadata
+        else:
+            raise BadFile(f"dataset: {metadata} cannot be read as a name and a count; copy it again, or remove it")
     index, documents = None, 0
     if exists(f"{file}.index"):
         index = f"{file}.index"
@@ -214,10 +233,10 @@ def _datatrove(file: str, head: Head, stated: str | None, exists: Callable[[str]
         dtype = _stated_agrees(file, stated, "uint32" if item == 4 else "uint16") if stated != "int32" else "<i4"
         says = "its index says" if index else "its metadata says"
         _check_size(file, says, count, 0, dtype, head.size)
-        found = TokenFile(file, "datatrove", dtype, 0, count)
+        tokens = TokenFile(file, "datatrove", dtype, 0, count)
     else:
-        found = replace(_headerless(file, head, stated), layout="datatrove")
-    return replace(found, index=index, documents=documents, tokenizer=tokenizer)
+        tokens = replace(_headerless(file, head, stated), layout="datatrove")
+    return replace(tokens, index=index, documents=documents, tokenizer=tokenizer, unreadable=unreadable)
 
 
 def _megatron(prefix: str, stated: str | None, exists: Callable[[str], bool]) -> TokenFile:

@@ -24,10 +24,14 @@ logger = logging.getLogger(__name__)
 
 
 class MadeWith(NamedTuple):
-    """The tokenizer that files name as theirs. `fingerprint`: of its vocabulary and rules."""
+    """The tokenizer that files name as theirs. `fingerprint`: of its vocabulary and rules.
+
+    `unreadable`: a damaged file, which may have named one.
+    """
 
     name: str | None = None
     fingerprint: str | None = None
+    unreadable: str | None = None
 
 
 class TokenSet(NamedTuple):
@@ -160,10 +164,13 @@ def _one_tokenizer(files: list[TokenFile]) -> MadeWith:
     """Return the tokenizer that the files name. Raises UserError if they name different ones."""
     found: dict[object, TokenFile] = {}
     for file in files:
-        found.setdefault(file.tokenizer_hash or file.tokenizer, file)
+        if not file.unreadable:
+            found.setdefault(file.tokenizer_hash or file.tokenizer, file)
     if len(found) > 1:
         one, other = list(found.values())[:2]
         names = [file.tokenizer or "an unknown tokenizer" for file in (one, other)]
         what = f"{one.file} was made with {names[0]}, {other.file} with {names[1]}"
         raise UserError(f"dataset: {what}; give token files of one tokenizer")
-    return MadeWith(files[0].tokenizer, files[0].tokenizer_hash)
+    first = next(iter(found.values()), files[0])
+    unreadable = next((file.unreadable for file in files if file.unreadable), None)
+    return MadeWith(first.tokenizer, first.tokenizer_hash, unreadable)

@@ -96,12 +96,8 @@ class TokenFiles:
         ids = read_array(file.file, file.dtype, file.offset + start * file.item_bytes, stop - start)
         if len(ids) and (int(ids.max()) >= self._vocabulary.rows or int(ids.min()) < 0):
             bad = int(np.argmax((ids >= self._vocabulary.rows) | (ids < 0)))
-            has = f"token {start + bad:,} of {file.file} is id {int(ids[bad]):,}"
-            fix = "give the tokenizer that the tokens were made with"
-            if file.layout.startswith("headerless"):
-                fix += ", or the right --tokens_dtype"
-            last = f"its highest id is {self._vocabulary.rows - 1:,}"
-            raise UserError(f"tokenizer={self._vocabulary.name}: {last}, but {has}; {fix}")
+            where = f"token {start + bad:,} of {file.file} is"
+            raise unknown_id(self._vocabulary, where, int(ids[bad]), file.layout.startswith("headerless"))
         return ids
 
     def _read_span(self, file: TokenFile, start: int, stop: int) -> list[np.ndarray]:
@@ -163,6 +159,17 @@ class TokenFiles:
             ids = np.concatenate([self._ids(file, *span) for span in spans])
         totals = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
         return split_documents(ids, totals[borders - borders[0]], self._vocabulary.separator)
+
+
+def unknown_id(vocabulary: Vocabulary, where: str, found: int, is_headerless: bool = False) -> UserError:
+    """Return the error for an id that the tokenizer does not have. `is_headerless`: the type of ids is not certain."""
+    fix = ", or set the right --tokens_dtype" if is_headerless else ""
+    if found < 0:
+        what = "ids below 0 come from damage" + (" or a wrong tokens_dtype" if is_headerless else "")
+        return UserError(f"dataset: {where} id {found:,}, but {what}; write or copy the tokens again{fix}")
+    last = f"its highest id is {vocabulary.rows - 1:,}"
+    fix = f"give the tokenizer that the tokens were made with{fix}"
+    return UserError(f"tokenizer={vocabulary.name}: {last}, but {where} id {found:,}; {fix}")
 
 
 def split_documents(ids: np.ndarray, borders: np.ndarray, separator: int | None) -> list[Any]:
