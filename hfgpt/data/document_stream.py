@@ -15,12 +15,12 @@ from numpy.lib.stride_tricks import sliding_window_view
 
 from hfgpt.data.encoding import Encoder
 from hfgpt.data.formats import format_of
-from hfgpt.data.held_out import fix_of, no_documents
 from hfgpt.data.permutation import hashes, permutation
 from hfgpt.data.source import Source
 from hfgpt.data.stream import SHOWN_TOKENS, Decode, Origin, StepBatch, UnitNumber, divisors, join_batches
 from hfgpt.data.threads import start_together
 from hfgpt.data.units import IN_MEMORY_BYTES, Row, Unit, Unusable
+from hfgpt.data.unusable import fix_of, no_documents
 from hfgpt.errors import TextEnded, UserError
 
 MAX_STREAMS = 96

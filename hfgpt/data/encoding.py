@@ -20,8 +20,6 @@ from hfgpt.model.configuration_gpt2 import model_rows
 
 # Names under which text that a tokenizer loses is counted.
 LOSSES = ("unknown_tokens", "unknown_tokens_left_out", "dropped_bytes", "dropped_characters", "changed_documents")
-# Reasons that say nothing about the rows themselves.
-NOT_OF_ROWS = ("in_validation", "bad_file")
 
 
 class Document(NamedTuple):
@@ -244,15 +242,6 @@ def describe_skipped(skipped: Counter[str]) -> list[str]:
         (losses if reason.removeprefix("eval_") in LOSSES else rows).append(f"{count:,} {reason}")
     kinds = {"rows of text left out": rows, "text that the tokenizer does not represent": losses}
     return [f"{kind}: {', '.join(counts)}" for kind, counts in kinds.items() if counts]
-
-
-def note_unusable(usable: int, skipped: Counter[str], what: str) -> list[str]:
-    """Return a note for the plan if most of the rows that were read are unusable, and why."""
-    reasons = {reason: count for reason, count in skipped.most_common() if reason not in (*LOSSES, *NOT_OF_ROWS)}
-    if (unusable := sum(reasons.values())) <= usable:
-        return []
-    counts = ", ".join(f"{count:,} {reason}" for reason, count in reasons.items())
-    return [f"note: {unusable:,} of the {unusable + usable:,} rows of {what} read so far are unusable: {counts}"]
 
 
 def first_tokens(encoder: Encoder, documents: Iterable[Any], count: int) -> np.ndarray:

@@ -20,6 +20,7 @@ from hfgpt.data.open_source import Earlier, open_source
 from hfgpt.data.source import Source, read_documents, text_hash
 from hfgpt.data.threads import for_each
 from hfgpt.data.units import IN_MEMORY_BYTES, Row, Unit, Unusable
+from hfgpt.data.unusable import no_documents
 from hfgpt.errors import UserError
 
 # Largest number of characters, or tokens, held out of a large streamed text.
@@ -284,28 +285,6 @@ def _find_border(source: Source, read: Callable[[Unit], Rows]) -> tuple[_Border,
                 )
             wanted -= of_unit[row]
     raise AssertionError("the text has fewer characters than were counted")
-
-
-# What to do about rows that no document can be read from, by reason; the most frequent one counts.
-FIXES = {
-    "invalid_utf8": "they are not UTF-8: convert them, for example with iconv -f LATIN1 -t UTF-8",
-    "no_text_column": "choose another text_column",
-    "not_text": "text_column has other values than text: choose another one, or write them as strings",
-    "not_an_object": "give JSON objects",
-    "malformed": "write them again, as the format requires",
-    "bad_file": "see the warnings",
-}
-
-
-def fix_of(skipped: Counter[str]) -> str | None:
-    """Return what to do about most of the rows without a document, if it is known."""
-    return FIXES.get(next(iter(dict(skipped.most_common(1))), ""))
-
-
-def no_documents(text: str, skipped: Counter[str]) -> UserError:
-    why = f"; {fix_of(skipped) or 'give other text'}"
-    skips = f" (skipped: {dict(skipped)})" if skipped else ", as it has no rows"
-    return UserError(f"{text}: contains no usable document{skips}{why}")
 
 
 def _unit(source: Source) -> str:

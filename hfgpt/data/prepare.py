@@ -18,9 +18,9 @@ from transformers import PreTrainedTokenizerFast
 
 from hfgpt.config import PretrainConfig
 from hfgpt.data.document_stream import DocumentStream
-from hfgpt.data.encoding import Document, Encoder, describe_skipped, first_documents, first_tokens, note_unusable
+from hfgpt.data.encoding import Document, Encoder, describe_skipped, first_documents, first_tokens
 from hfgpt.data.eval_source import source_options
-from hfgpt.data.held_out import HeldOut, hold_out, no_documents
+from hfgpt.data.held_out import HeldOut, hold_out
 from hfgpt.data.memory_blocks import MemoryBlocks
 from hfgpt.data.mixture import MixedStream
 from hfgpt.data.open_source import Earlier, open_source
@@ -28,6 +28,7 @@ from hfgpt.data.permutation import permutation
 from hfgpt.data.run_tokenizer import RunTokenizer
 from hfgpt.data.source import Source, read_documents, read_shuffled, text_hash
 from hfgpt.data.units import IN_MEMORY_BYTES, Row
+from hfgpt.data.unusable import no_documents, note_on_text, note_unusable
 from hfgpt.errors import UserError
 from hfgpt.messages.formats import counted
 from hfgpt.messages.slow_progress import SlowWork
@@ -110,22 +111,10 @@ def open_text(
     documents = _read_all(config, source, skipped) if in_memory else None
     with SlowWork("reading the held-out text"):
         held_out = hold_out(config, source, documents, (saved or {}).get("held_out"), tokenizer.readable)
-    notes = _note_unusable(source, documents, skipped)
+    notes = note_on_text(source, documents, skipped)
     skipped.update({f"eval_{reason}": count for reason, count in held_out.skipped.items()})
     training = dataclasses.replace(source, units=held_out.units, training_size=held_out.size)
     return OpenText(config, source, documents, held_out, training, skipped, notes)
-
-
-def _note_unusable(source: Source, documents: list[Row] | None, skipped: Counter[str]) -> list[str]:
-    """Return a note for the plan if most rows of a text are unusable: of a local stream, judge by its first unit."""
-    read = len(documents or ())
-    if documents is None:
-        head = source.units_of(source.units[0])[:1] if source.is_local and source.units else []
-        if any(unit.size_bytes > IN_MEMORY_BYTES for unit in head):
-            return []
-        skipped = Counter()
-        read = sum(1 for _ in read_documents(dataclasses.replace(source, by_file=False), head, skipped))
-    return note_unusable(read, skipped, "the text")
 
 
 def build_stream(text: OpenText, encoder: Encoder, blocks_per_step: int) -> tuple[MemoryBlocks | DocumentStream, str]:

@@ -20,7 +20,6 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from hfgpt.data.encoding import Encoder, make_repeatable
-from hfgpt.data.held_out import no_documents
 from hfgpt.data.open_source import open_source
 from hfgpt.data.remote import check_hub
 from hfgpt.data.source import Source, read_documents
@@ -28,6 +27,7 @@ from hfgpt.data.token_names import SIDECAR
 from hfgpt.data.token_tokenizer import refuse_trained
 from hfgpt.data.tokenization import load_tokenizer, save_tokenizer
 from hfgpt.data.units import Unit
+from hfgpt.data.unusable import no_documents
 from hfgpt.distributed.launcher import end_with_parent
 from hfgpt.errors import RunError, UserError
 from hfgpt.messages.slow_progress import SlowWork

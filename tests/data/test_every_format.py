@@ -237,6 +237,10 @@ def test_rows_that_do_not_fit_are_counted(tmp_path):
     (tmp_path / "a.csv").write_bytes(b'id,text\n1,one\n2\n\n3,three,more\n4,"\xff"\n5,"5"" disk"\n6,6" disk\n')
     reasons = {"no_text_column": 1, "malformed": 1, "invalid_utf8": 1}
     assert read(open_source(str(tmp_path))) == (["one", '5" disk', '6" disk'], reasons)
+    (tmp_path / "a.csv").write_bytes(b"text,\none, two\nthree, four; five\nsix")  # an empty name at the end
+    assert read(open_source(str(tmp_path))) == (["one", "three", "six"], {})
+    (tmp_path / "a.csv").write_bytes(b"text\none, two\nthree, four\nsix")  # not separated by commas
+    assert read(open_source(str(tmp_path))) == (["one, two", "three, four", "six"], {})
     (tmp_path / "a.csv").unlink()
     (tmp_path / "a.json").write_bytes(b'[{"text": "one"}, {"id": 1}, {"text": "\xff"}, 5, {"text": null}]')
     reasons = {"no_text_column": 1, "invalid_utf8": 1, "not_an_object": 1, "null": 1}
