@@ -331,7 +331,10 @@ def test_too_little_text_is_named(tmp_path):
         document_stream(tmp_path / "few", [[3, 4]])
     (tmp_path / "null.jsonl").write_text('{"text": null}\n' * 30)
     options = {"seed": 1, "sequence_length": 16, "blocks_per_step": 8}
-    source = open_source(str(tmp_path / "null.jsonl"))
+    with pytest.raises(UserError, match=r"contains no usable document .skipped: .'null': 30"):
+        DocumentStream(open_source(str(tmp_path / "null.jsonl")), Encoder(TOKENIZER), fingerprint={}, **options)
+    pq.write_table(pa.table({"text": pa.array([None] * 30, pa.string())}), tmp_path / "null.parquet")
+    source = open_source(str(tmp_path / "null.parquet"))
     stream = DocumentStream(source, Encoder(TOKENIZER), fingerprint={}, **options)
     for workers in (0, 1):
         with pytest.raises(UserError, match=r"stream 0 found none .*'null'"):

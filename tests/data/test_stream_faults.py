@@ -127,7 +127,7 @@ def test_a_refusal_is_told_at_once_with_the_way_out(repositories, tmp_path):
     for kind, on, named in (
         ("404", r"GET .*002_00000", "cannot be opened"),
         ("403", FILES, "gated dataset"),
-        ("401", r"/api/datasets/user/fineweb", "no dataset of that name on the Hub (or your token may not see it)"),
+        ("401", r"/api/datasets/user/fineweb", "not usable from the Hub"),
     ):
         with HubServer(repositories, faults=Faults(1, [kind], on=on, repeat=math.inf)) as hub:
             found = read(hub, tmp_path / kind)
