@@ -93,9 +93,9 @@ def load_model_and_optimizer(
     set_optimizer_state_dict(model, optimizer, read["optimizer"], options=options)
 
 
-def check_model(folder: Path, model: GPT2Config) -> None:
-    """Raise UserError if the checkpoint `folder` contains another model."""
-    where = f"resume_from_checkpoint={folder}"
+def check_model(folder: Path, model: GPT2Config, name: str | Path) -> None:
+    """Raise UserError if the checkpoint `folder`, which messages call `name`, contains another model."""
+    where = f"resume_from_checkpoint={name}"
     try:
         saved = json.loads(read_text_file(folder / "config.json"))
     except (OSError, ValueError, RecursionError) as error:
@@ -105,7 +105,7 @@ def check_model(folder: Path, model: GPT2Config) -> None:
         values = (f"model.{key}: {saved.get(key)} there, {ours[key]} here" for key in changed)
         raise UserError(
             f"{where}: a different model; {'; '.join(values)}; restore these values, or start a new run in another "
-            f"output_dir, with the model and weights of the checkpoint by --init_from {folder}"
+            f"output_dir, with the model and weights of the checkpoint by --init_from {name}"
         )
 
 

@@ -35,6 +35,8 @@ def export(
 
     silence_transformers()
     is_gguf = format == "gguf" if format else output.suffix.lower() == ".gguf"
+    if not is_gguf and output.suffix in (".safetensors", ".bin", ".pt", ".pth", ".onnx"):
+        raise UserError(f"{output}: this writes a folder; name one, or model.gguf for a GGUF file")
     name = SHORT.get(dtype or "", dtype or ("float16" if is_gguf else "float32"))
     if name == "q8_0" and not is_gguf:
         raise UserError("dtype=q8_0: only GGUF has it; name the output model.gguf, or use bfloat16")

@@ -34,6 +34,8 @@ def verify(
     if follow(checkpoint).is_file():
         silence_transformers()
         print_check(verify_gguf(checkpoint, source), f"file {checkpoint}", is_json)
+    elif checkpoint.suffix.lower() == ".gguf" and not follow(checkpoint).exists():
+        raise UserError(f"{checkpoint}: no such file")
     elif source is not None:
         raise UserError(f"{source}: only a GGUF file is compared with a checkpoint, and {checkpoint} is no file")
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -46,7 +47,7 @@ NAMES = {
     "mlp.c_fc": "ffn_up",
     "mlp.c_proj": "ffn_down",
 }
-HASH = "hfgpt.tensors_xxh3_128"
+HASH = "hfgpt.xxh3_128"
 
 
 def export_gguf(checkpoint: Path, file: Path, dtype: str = "float16", untie_head: bool = False) -> list[str]:
@@ -69,7 +70,9 @@ def export_gguf(checkpoint: Path, file: Path, dtype: str = "float16", untie_head
         kind = _type_of(library, key, value, name)
         tensors[key] = (library.quants.quantize(value, kind), kind)
         _add_to_hash(hashed, key, tensors[key][0])
-    fields |= {"general.file_type": code, "general.quantization_version": 2, HASH: hashed.hexdigest()}
+    fields |= {"general.file_type": code, "general.quantization_version": 2}
+    _add_fields_to_hash(hashed, fields)
+    fields[HASH] = hashed.hexdigest()
     _write(library, file, fields, tensors)
     kinds = {kind.name for value, kind in tensors.values() if value.ndim == 2}
     if name not in kinds | {"F32"}:
@@ -100,7 +103,8 @@ def verify_gguf(file: Path, checkpoint: Path | None) -> dict[str, Any]:
         found = {key: field.contents() for key, field in reader.fields.items()}
         tensors = {tensor.name: tensor for tensor in reader.tensors}
     except Exception as error:  # broken files raise errors of many types
-        raise UserError(f"{file}: cannot be read as GGUF ({one_line(error)}); export it again") from error
+        cause = one_line(error)
+        raise UserError(f"{file}: damaged, or another kind of file than GGUF ({cause}); export it again") from error
     facts: dict[str, Any] = {"file": str(file), "architecture": found.get("general.architecture")}
     facts["dtype"] = ", ".join(sorted({tensor.tensor_type.name for tensor in tensors.values()}))
     facts["parameters"] = sum(int(tensor.n_elements) for tensor in tensors.values())
@@ -109,11 +113,12 @@ def verify_gguf(file: Path, checkpoint: Path | None) -> dict[str, Any]:
     hashed = xxhash.xxh3_128()
     for name, tensor in tensors.items():
         _add_to_hash(hashed, name, tensor.data)
+    _add_fields_to_hash(hashed, found)
     problems = []
     if HASH not in found:
         problems.append("it was not written by hfgpt export")
     elif hashed.hexdigest() != found[HASH]:
-        problems.append("its numbers are not those that were written; export it again")
+        problems.append("its content is not what was written; export it again")
     if checkpoint is None:
         facts["not_compared"] = f"with its checkpoint: hfgpt verify {file} CHECKPOINT"
         return {**facts, "problems": problems}
@@ -224,6 +229,11 @@ def _type_of(library: Any, name: str, value: np.ndarray, wanted: str) -> Any:
 def _add_to_hash(hashed: Any, name: str, data: np.ndarray) -> None:
     hashed.update(name.encode())
     hashed.update(np.ascontiguousarray(data).view(np.uint8))
+
+
+def _add_fields_to_hash(hashed: Any, fields: dict[str, Any]) -> None:
+    own = {key: value for key, value in fields.items() if key != HASH and not key.startswith("GGUF.")}
+    hashed.update(json.dumps(own, sort_keys=True).encode())
 
 
 def _notes(fields: dict[str, Any]) -> list[str]:

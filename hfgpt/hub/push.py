@@ -82,6 +82,8 @@ def push(
         flags = [part for key, value in options.items() if value is not None for part in (key, value)]
         again = shlex.join(["hfgpt", "push", str(given), repo_id, *(["--private"] if private else []), *flags])
         cause = cause_of(error, repo_id, token)
+        if resume_folder(hub_strategy, folder):
+            again += ", or with its resume point by the command of the run with --resume_from_checkpoint latest"
         raise RunError(f"{given} is complete, but was not pushed to {repo_id}: {cause}; try again: {again}") from None
 
 

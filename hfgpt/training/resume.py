@@ -104,9 +104,9 @@ def resume(folder: Path, run: RunFolder, plan: Plan, data: TextData, ranks: Rank
     """
     config, max_steps = plan.config, plan.max_steps
     trainer, saved = ranks.from_main(lambda: [read_state(folder, name) for name in ("trainer_state", "data_state")])
-    problems: list[str] = []
+    name, problems = trainer.get("origin") or folder, list[str]()  # a download is removed if it is not used
     try:
-        ranks.from_main(partial(state.check_model, folder, plan.model))
+        ranks.from_main(partial(state.check_model, folder, plan.model, name))
     except UserError as error:
         problems += error.problems
     try:
@@ -119,9 +119,9 @@ def resume(folder: Path, run: RunFolder, plan: Plan, data: TextData, ranks: Rank
     except UserError as error:
         problems += error.problems
     if (then := trainer["config"].get("optim")) != config.optim:
-        problems.append(f"optim={config.optim}: {folder} was saved with optim={then}; set --optim {then}")
+        problems.append(f"optim={config.optim}: {name} was saved with optim={then}; set --optim {then}")
     if max_steps < trainer["step"]:
-        problems.append(f"max_steps={max_steps}: {folder} is at step {trainer['step']}; set a larger --max_steps")
+        problems.append(f"max_steps={max_steps}: {name} is at step {trainer['step']}; set a larger --max_steps")
     if problems:
         raise UserError(*problems)
     progress = Progress.from_json(trainer)

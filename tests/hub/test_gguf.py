@@ -316,7 +316,7 @@ def test_verify_finds_damage_and_another_checkpoint(tmp_path, dtype):
     content = bytearray(file.read_bytes())
     content[-100] ^= 64
     file.write_bytes(content)
-    assert "not those that were written" in verify_gguf(file, None)["problems"][0]
+    assert "not what was written" in verify_gguf(file, None)["problems"][0]
     file.write_bytes(content[: len(content) // 2])
     with pytest.raises(UserError, match="cannot be read as GGUF"):
         verify_gguf(file, None)
