@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from hfgpt import __version__
-from hfgpt.cli import audit, compare, doctor, evaluate, export, generate, import_, plan, push, tokenize, verify
+from hfgpt.cli import audit, compare, doctor, evaluate, export, generate, import_, plan, push, sweep, tokenize, verify
 from hfgpt.cli.run_recipe import run_command
 from hfgpt.errors import UserError
 from hfgpt.messages.formats import enumerated
@@ -25,6 +25,7 @@ app = typer.Typer(
 )
 app.command()(plan.plan)
 app.command()(compare.compare)
+app.command(context_settings=sweep.CONTEXT)(sweep.sweep)
 app.command()(generate.generate)
 app.command()(evaluate.evaluate)
 app.command()(verify.verify)

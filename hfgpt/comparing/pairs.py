@@ -40,7 +40,7 @@ def compare_pair(a: PastRun, b: PastRun) -> dict[str, Any]:
         "loss_per_token_comparable": comparable,
         "why_not_comparable": why_not,
         "assumed": None if a.data and b.data else "text and tokenizer are the same, which is not known",
-        "reservations": _reservations(a, b),
+        "reservations": reservations(a, b),
         "gaps": gaps,
         "speed": _speed(a, b),
         "on_the_way": _on_the_way((a, b), gaps["steps"]["at"]),
@@ -167,7 +167,7 @@ def _first_loss(run: PastRun) -> float | None:
     return math.log(size) if size else None
 
 
-def _reservations(a: PastRun, b: PastRun) -> dict[str, list[str]]:
+def reservations(a: PastRun, b: PastRun) -> dict[str, list[str]]:
     """Return why the training and evaluation losses of the two do not mean the same; such losses give no verdict."""
     training, evaluation = [], []
 

@@ -57,6 +57,7 @@ class Curve(NamedTuple):
     trend: pd.Series
     evaluations: pd.Series
     repeats: bool  # has the records of an earlier curve
+    noise: pd.Series | None = None  # half the width of the band of each record, if they are points of their own
 
     @property
     def is_smoothed(self) -> bool:

@@ -45,13 +45,18 @@ def draw(plot: Plot, dpi: int = 120) -> bytes:
 
 def _draw_curve(axes: Any, curve: Curve, alone: bool) -> None:
     colour, name = _COLOURS[curve.run_index % len(_COLOURS)], _literal(curve.name)
-    training, evaluation = ("training", "evaluation") if alone else (name, f"{name}, evaluation")
+    training, evaluation = (name, f"{name}, evaluation")
+    if alone and curve.noise is None:
+        training, evaluation = "training", "evaluation"
     if len(curve.records):
         if curve.is_smoothed:
             # Without antialiasing, the file is a third of the size.
             axes.plot(curve.records, color=colour, linewidth=0.6, alpha=0.25, antialiased=False)
         dash, marker = _DASHES[curve.run_index % len(_DASHES)], "." if len(curve.trend) == 1 else ""
         axes.plot(curve.trend, color=colour, linewidth=1.6, linestyle=dash, marker=marker, label=training)
+    if curve.noise is not None:
+        bars = {"fmt": _MARKERS[curve.run_index % len(_MARKERS)], "markersize": 5, "capsize": 3, "elinewidth": 1}
+        axes.errorbar(curve.trend.index, curve.trend, curve.noise, color=colour, **bars)
     if len(curve.evaluations):
         axes.plot(
             curve.evaluations, _MARKERS[curve.run_index % len(_MARKERS)], color=colour, label=evaluation,

@@ -12,7 +12,7 @@ from hfgpt.comparing.plots import Plot, build_plots
 from hfgpt.comparing.runs import RUN_FOLDER, PastRun, number
 from hfgpt.comparing.statistics import FLOOR
 from hfgpt.comparing.values import UNKNOWN, format_value
-from hfgpt.comparing.verdict import Verdict, explain
+from hfgpt.comparing.verdict import Finding, Verdict, explain
 
 _MOST_EVALUATIONS = 20  # of a run
 NOISE = (
@@ -78,7 +78,7 @@ class Report:
     """
 
     names: list[str]
-    verdicts: list[tuple[str, Verdict]]
+    verdicts: Sequence[tuple[str, Verdict | Finding]]
     settings: Table
     tables: list[Table]
     footnotes: list[str]

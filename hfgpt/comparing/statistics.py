@@ -68,8 +68,10 @@ def level(curve: pd.Series, centre: float) -> Level:
 
 
 def student(freedom: float) -> float:
-    """Return the 97.5 % point of Student's t (Cornish-Fisher; within 2 % from 4 degrees on, 12 % low at 2)."""
-    z, f = 1.959964, max(freedom, 1.0)
+    """Return the 97.5 % point of Student's t: from a table below 4 degrees, else Cornish-Fisher, within 2 %."""
+    if freedom < 4:
+        return float(np.interp(freedom, (1, 2, 3, 4), (12.706, 4.303, 3.182, 2.776)))
+    z, f = 1.959964, freedom
     return z + (z**3 + z) / (4 * f) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * f**2)
 
 
@@ -163,6 +165,20 @@ def evaluation_gap(a: pd.Series, b: pd.Series, at: float) -> dict[str, Any]:
         return make_gap(first, second, None, "too few evaluations for a band")
     band = student(min(len(a), len(b), NEWEST) - 2) * float(np.hypot(one, other))
     return make_gap(first, second, band, "jumps from evaluation to evaluation")
+
+
+def independent_gap(a: Level, b: Level, how: str) -> dict[str, Any]:
+    """Return how far apart two values are whose errors do not depend on each other (Welch's test)."""
+    if a.error is None or b.error is None:
+        return make_gap(a.value, b.value, None, how)
+    error = float(np.hypot(a.error, b.error))
+    parts = a.error**4 / max(a.freedom, 1) + b.error**4 / max(b.freedom, 1)
+    return make_gap(a.value, b.value, student(error**4 / parts if parts else 1.0) * error, how)
+
+
+def newest_evaluation(curve: pd.Series) -> Level:
+    """Return the last evaluation of a run; its error is how far evaluations jump from one to the next."""
+    return Level(float(curve.iloc[-1]), _evaluation_scatter(curve), min(len(curve), NEWEST) - 2)
 
 
 def _evaluation_scatter(curve: pd.Series) -> float | None:

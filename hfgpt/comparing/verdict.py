@@ -41,6 +41,14 @@ class Verdict(NamedTuple):
         return [line for line in (*self.doubts, *self.cautions, *self.on_axes, self.speed) if line not in shown]
 
 
+class Finding(NamedTuple):
+    """A conclusion about more than a pair, such as a sweep's, with the parts of a verdict that a report shows."""
+
+    summary: str
+    evidence: list[str]
+    notes: list[str]
+
+
 def explain(pair: dict[str, Any]) -> Verdict:
     """Put the comparison of a pair (see `pairs.compare_pair`) into words."""
     tokens, speed, comparable = _tokens_line(pair), _speed_line(pair), pair["loss_per_token_comparable"]
@@ -149,10 +157,11 @@ def _losses(pair: dict[str, Any], gaps: dict[str, Any]) -> str:
     comparable = pair["loss_per_token_comparable"]
     keys = ("eval_loss", "loss") if comparable else ("eval_bits_per_byte",)
     missing = "one of them has no record there" if comparable else "not both have bits per byte there"
-    return "; ".join(f"{_NAMES[key]} {_gap(gaps[key])}" for key in keys if gaps.get(key)) or missing
+    return "; ".join(f"{_NAMES[key]} {describe_gap(gaps[key])}" for key in keys if gaps.get(key)) or missing
 
 
-def _gap(gap: dict[str, Any]) -> str:
+def describe_gap(gap: dict[str, Any]) -> str:
+    """Return both losses, their difference and its noise."""
     band = gap["how"] if gap["band"] is None else f"noise ±{_percent(100 * gap['band'] / abs(gap['first'] or 1))}"
     return f"{gap['first']:.4f} and {gap['second']:.4f} ({_percent(gap['percent'], '+')}, {band})"
 

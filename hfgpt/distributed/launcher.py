@@ -17,10 +17,10 @@ from pathlib import Path
 from hfgpt.errors import UserError
 from hfgpt.files import WINDOWS
 
-PROGRAMS = ("accelerate", "accelerate-launch", "torchrun")
+PROGRAMS = ("accelerate", "accelerate-launch", "torchrun", "hfgpt")  # hfgpt: its sweep
 MODULES = (
     *("accelerate.commands.launch", "accelerate.commands.accelerate_cli"),
-    *("torch.distributed.run", "torch.distributed.launch"),
+    *("torch.distributed.run", "torch.distributed.launch", "hfgpt.cli", "hfgpt.cli.__main__"),
 )
 # Every launcher sets one of these for its children; nothing else does.
 SET_BY_LAUNCHERS = ("TORCHELASTIC_RUN_ID", "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION")

@@ -39,6 +39,15 @@ RULES: dict[str, Callable[[Any], bool]] = {
 }
 
 
+def out_of_range(spec: dataclasses.Field[Any], value: Any) -> str | None:
+    """Return a line if the value of a setting is out of its range, else None."""
+    must = spec.metadata["must"]
+    is_checked = value is not None and isinstance(value, str) == (must == NAME)  # "auto" is not a number
+    if must not in (None, PATH) and is_checked and not RULES[must](value):
+        return f"{spec.name}={value}: must be {must}"
+    return None
+
+
 def find_problems(config: PretrainConfig, unreadable: set[str]) -> list[str]:
     """Return a line for each setting out of its range, and for settings that do not go together.
 
@@ -46,10 +55,8 @@ def find_problems(config: PretrainConfig, unreadable: set[str]) -> list[str]:
     """
     problems = []
     for spec in dataclasses.fields(config):
-        must, value = spec.metadata["must"], getattr(config, spec.name)
-        is_checked = value is not None and isinstance(value, str) == (must == NAME)  # "auto" is not a number
-        if must not in (None, PATH) and is_checked and not RULES[must](value):
-            problems.append(f"{spec.name}={value}: must be {must}")
+        if problem := out_of_range(spec, getattr(config, spec.name)):
+            problems.append(problem)
     sizes_fine = not problems
     return (
         problems
