@@ -35,8 +35,9 @@ def sweep(
     context: typer.Context,
     recipe: Annotated[Path, typer.Argument(help="The recipe, before its flags.", parser=path)],
     output_dir: Annotated[
-        Path, typer.Option("--output_dir", help="Folder of the sweep; each point is a run folder in it.", parser=path)
-    ] = Path("out/sweep"),
+        Path | None,
+        typer.Option("--output_dir", help="Folder of the sweep, of run folders; default: out/sweep.", parser=path),
+    ] = None,
     config_file: Annotated[
         Path | None,
         typer.Option("--config_file", help="Start points with accelerate launch and this configuration.", parser=path),
@@ -59,6 +60,7 @@ def sweep(
     from hfgpt.comparing.sweep_report import as_text, write_sweep
     from hfgpt.settings.grid import read_grid
 
+    output_dir = output_dir or Path("out", "sweep")
     points, notes = read_grid(context.args)
     start = _start_command(recipe, config_file)
     records = {point.name: _record(recipe, point) for point in points}
@@ -109,7 +111,9 @@ def _check(output_dir: Path, points: list[Point], records: dict[str, dict[str, A
         if not found:
             texts = ["its sweep.json is missing or damaged"]
         if texts:
-            problems.append(f"output_dir={output_dir}: {point.name} was run with other settings ({'; '.join(texts)})")
+            problems.append(
+                f"output_dir={output_dir}: {point.name} was run with other settings ({'; '.join(texts[:3])})"
+            )
     if problems:
         more = f" and {len(problems) - 1} more points" if len(problems) > 1 else ""
         raise UserError(f"{problems[0]}{more}; choose another output_dir, or the same settings")

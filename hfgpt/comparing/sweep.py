@@ -49,7 +49,8 @@ class SweptRun:
     @property
     def has_ended(self) -> bool:
         """Whether the run came to its own end, and saved."""
-        last = next((e for e in reversed(self.run.events if self.run else []) if e.get("event") != "sample"), {})
+        events = self.run.events if self.run else []
+        last: dict[str, Any] = next((e for e in reversed(events) if e.get("event") in ("start", "resume", "end")), {})
         saved = any(self.folder.glob("checkpoint-*"))
         return last.get("event") == "end" and not last.get("fault") and saved
 

@@ -51,14 +51,17 @@ def as_text(result: dict[str, Any]) -> str:
         cells = [UNKNOWN if value is None else f"{value:.4f}" for value in numbers]
         cells[1] = f"±{cells[1]}" if group["noise"] is not None else UNKNOWN
         rate, size = (format_value(group[key], key) for key in ("tokens_per_second", "parameters"))
-        states = group["why_not"] or ", ".join(group["states"])
+        states = "diverged" if group["why_not"] else ", ".join(group["states"])
         grid.add_row(describe_settings(group["settings"]), *cells, str(group["count"]), rate, size, states)
     screen = io.StringIO()
     # Plain text: names and settings must not be read as markup.
     console = Console(file=screen, width=WIDTH, color_system=None, markup=False, emoji=False, highlight=False)
     console.print(grid)
     table = "\n".join(line.rstrip() for line in screen.getvalue().splitlines())
-    return "\n".join([table, "", result["verdict"], *law_lines(result)])
+    reasons = [
+        f"{describe_settings(group['settings'])}: {why}" for group in result["groups"] if (why := group["why_not"])
+    ]
+    return "\n".join([table, "", *reasons, result["verdict"], *law_lines(result)])
 
 
 def law_lines(result: dict[str, Any]) -> list[str]:
@@ -154,8 +157,9 @@ def _plot_law(name: str, key: str, law: dict[str, Any], metric: str) -> SweepPlo
     place, ticks = _scale(law["band"][key], labels=6)
     points = law["points"]
     x = [place(value) for value in law["band"][key]]
+    sizes = [place(size) for size in points[key]]
     curves = [
-        _curve(0, "best of each size", [place(size) for size in points[key]], points["loss"], [0.0] * len(points["loss"])),
+        _curve(0, "best of each size", sizes, points["loss"], [0.0] * len(sizes)),
         _curve(1, "law, from", x, law["band"]["low"]),
         _curve(2, "law, to", x, law["band"]["high"]),
     ]  # fmt: skip

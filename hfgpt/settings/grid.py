@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import json
@@ -92,7 +93,7 @@ def split(text: str) -> list[str]:
 
 def _read(key: str, text: Any, problems: list[str]) -> Any:
     """Return a value of a setting; adds a line to `problems` if it is none."""
-    hint, spec = get_type_hints(PretrainConfig)[key], PretrainConfig.__dataclass_fields__[key]
+    hint, spec = _hints()[key], PretrainConfig.__dataclass_fields__[key]
     if text in (NO_VALUE, ""):
         problems.append(f"{key}: needs a value; commas must have one on both sides")
         return None
@@ -108,6 +109,9 @@ def _read(key: str, text: Any, problems: list[str]) -> Any:
         problems += filter(None, [out_of_range(spec, value)])
         return value
     return None
+
+
+_hints = functools.cache(functools.partial(get_type_hints, PretrainConfig))  # takes a while
 
 
 def _find_unfit(fixed: dict[str, Any], values: dict[str, list[Any]]) -> list[str]:
