@@ -56,6 +56,8 @@ SMALL = {
     r"^hfgpt plan --measure": f"--model '{MODEL}' --tokens_per_step 4096 --sequence_length 64",
     r"hfgpt(\.cli)? evaluate.* --eval_tokens": "--eval_tokens 5000",
     r"hfgpt generate": "--max_new_tokens 8",
+    r"hfgpt sweep .*--model": "--max_steps 3 --eval_tokens 2000",
+    r"hfgpt sweep": f"--max_steps 3 --eval_tokens 2000 --model '{MODEL}' --tokenizer bpe-300",
     r"^pytest": "--collect-only -n0",
     r"tests/golden\.py": "plan",
     r"benchmarks/stream\.py": "--tokens 20000 --rounds 1 --tokenizer bpe-300",

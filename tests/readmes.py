@@ -18,6 +18,7 @@ from unittest import mock
 
 from hfgpt import PretrainConfig
 from hfgpt.errors import UserError
+from hfgpt.settings.grid import read_grid
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = ("recipes", "accelerate_configs", "hfgpt", "tests")
@@ -201,7 +202,9 @@ def _parse_hfgpt(arguments: list[str]) -> None:
     if name not in _hfgpt():
         raise WrongCommand(f"hfgpt has no command {name}")
     try:
-        _hfgpt()[name].make_context(name, rest)
+        context = _hfgpt()[name].make_context(name, rest)
+        if name == "sweep":
+            read_grid(context.args)
     except Exception as error:  # which module holds click's exceptions depends on the typer version
         if not hasattr(error, "format_message"):
             raise

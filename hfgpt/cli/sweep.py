@@ -101,7 +101,7 @@ def _check(output_dir: Path, points: list[Point], records: dict[str, dict[str, A
     for point in points:
         folder, wanted = output_dir / point.name, records[point.name]
         found = _stored(folder)
-        if not found and not RunFolder(folder).holds_run():
+        if not RunFolder(folder).holds_run():  # it failed before its first step, or did not start
             continue
         differ = [key for key in ("recipe", "recipe_sha256") if found.get(key) != wanted[key]][:1]
         settings = found.get("settings") or {}

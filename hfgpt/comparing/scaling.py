@@ -89,19 +89,17 @@ def curve(coefficients: Coefficients, x: np.ndarray) -> np.ndarray:
 def _fit_size(x: np.ndarray, losses: np.ndarray) -> Coefficients:
     """Return E >= 0, A > 0 and alpha of least squares for each row of losses; NaN where alpha has no inner optimum."""
     middle = float(np.exp(np.log(x).mean()))
-    squares, found = np.full((len(ALPHAS), len(losses)), np.inf), np.empty((len(ALPHAS), len(losses), 2))
-    for index, alpha in enumerate(ALPHAS):
-        basis = (x / middle) ** -alpha
-        floor, factor = np.linalg.lstsq(np.stack([np.ones_like(x), basis], axis=1), losses.T, rcond=None)[0]
-        factor = np.where(floor < 0, losses @ basis / (basis @ basis), factor)
-        floor = floor.clip(min=0)
-        rest = losses - floor[:, None] - factor[:, None] * basis
-        squares[index] = np.where(factor > 0, np.sum(rest**2, axis=1), np.inf)
-        found[index] = np.stack([floor, factor], axis=1)
-    best = squares.argmin(axis=0)
-    floor, factor = found[best, np.arange(len(losses))].T
-    law = np.stack([floor, factor * middle ** ALPHAS[best], ALPHAS[best]], axis=1)
-    law[(best == 0) | (best == len(ALPHAS) - 1) | ~np.isfinite(squares.min(axis=0))] = np.nan
+    basis = (x / middle) ** -ALPHAS[:, None]  # one row per alpha
+    centred = basis - basis.mean(axis=1, keepdims=True)
+    factor = losses @ (centred / np.sum(centred**2, axis=1, keepdims=True)).T  # by draw and alpha
+    floor = losses.mean(axis=1)[:, None] - factor * basis.mean(axis=1)
+    factor = np.where(floor < 0, losses @ (basis / np.sum(basis**2, axis=1, keepdims=True)).T, factor)
+    floor = floor.clip(min=0)
+    squares = sum((losses[:, [size]] - floor - factor * basis[:, size]) ** 2 for size in range(len(x)))
+    squares = np.where(factor > 0, squares, np.inf)
+    rows, best = np.arange(len(losses)), squares.argmin(axis=1)
+    law = np.stack([floor[rows, best], factor[rows, best] * middle ** ALPHAS[best], ALPHAS[best]], axis=1)
+    law[(best == 0) | (best == len(ALPHAS) - 1) | ~np.isfinite(squares.min(axis=1))] = np.nan
     return law
 
 

@@ -68,11 +68,14 @@ def level(curve: pd.Series, centre: float) -> Level:
 
 
 def student(freedom: float) -> float:
-    """Return the 97.5 % point of Student's t: from a table below 4 degrees, else Cornish-Fisher, within 2 %."""
-    if freedom < 4:
-        return float(np.interp(freedom, (1, 2, 3, 4), (12.706, 4.303, 3.182, 2.776)))
-    z, f = 1.959964, freedom
+    """Return the 97.5 % point of Student's t (Cornish-Fisher; within 2 % from 4 degrees on, 12 % low at 2)."""
+    z, f = 1.959964, max(freedom, 1.0)
     return z + (z**3 + z) / (4 * f) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * f**2)
+
+
+def student_of_few(freedom: float) -> float:
+    """Return the same also for few repeats, such as seeds: below 4 degrees from a table."""
+    return float(np.interp(freedom, (1, 2, 3, 4), (12.706, 4.303, 3.182, 2.776))) if freedom < 4 else student(freedom)
 
 
 def within(curve: pd.Series, start: float, end: float) -> pd.Series:
@@ -173,7 +176,7 @@ def independent_gap(a: Level, b: Level, how: str) -> dict[str, Any]:
         return make_gap(a.value, b.value, None, how)
     error = float(np.hypot(a.error, b.error))
     parts = a.error**4 / max(a.freedom, 1) + b.error**4 / max(b.freedom, 1)
-    return make_gap(a.value, b.value, student(error**4 / parts if parts else 1.0) * error, how)
+    return make_gap(a.value, b.value, student_of_few(error**4 / parts if parts else 1.0) * error, how)
 
 
 def newest_evaluation(curve: pd.Series) -> Level:

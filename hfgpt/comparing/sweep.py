@@ -143,7 +143,7 @@ def _row(point: SweptRun, metric: str | None) -> dict[str, Any]:
 
 def _half_width(level: Level) -> float | None:
     """Return half the width of the 95 % band of a value."""
-    return None if level.error is None else statistics.student(level.freedom) * level.error
+    return None if level.error is None else statistics.student_of_few(level.freedom) * level.error
 
 
 def _group(points: Sequence[SweptRun], metric: str | None) -> list[dict[str, Any]]:

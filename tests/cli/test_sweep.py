@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from running import ROOT, lines
 from test_cli import command
 
 from hfgpt import UserError
+from hfgpt.checkpointing.run_folder import RunFolder
 from hfgpt.cli import sweep
 from hfgpt.comparing.scaling import fit_scaling
 from hfgpt.comparing.sweep import SweptRun, summarize_sweep
@@ -165,7 +167,11 @@ def test_the_table_has_the_values_of_the_runs(swept):
         assert point["eval_bits_per_byte"] == evaluations[-1]["eval_bits_per_byte"]
         assert point["tokens_per_second"] == np.median([record["tokens_per_second"] for record in records])
         assert point["tokens"] == 5 * 4 * 16 and point["state"] == "finished" and point["error"] is None
-    assert (folder / "sweep.html").exists() and (folder / "sweep_learning_rate.png").exists()
+    assert (folder / "sweep_learning_rate.png").read_bytes().startswith(b"\x89PNG")
+    page = ElementTree.fromstring((folder / "sweep.html").read_text(encoding="utf-8"))  # well-formed
+    text = " ".join(page.itertext())
+    assert found["verdict"] in text and "Evaluation loss against learning_rate" in text
+    assert sum("evaluation loss at learning_rate 0.0" in title.text for title in page.iter("title")) == 2
 
 
 def test_best_point_and_noise_over_seeds(swept):
@@ -302,7 +308,7 @@ def test_a_sweep_goes_on_after_ctrl_c_and_kill(recipe, tmp_path):
         "--save_steps",
         "5",
     ]
-    start += ["--max_steps", "60", "--eval_steps", "20", "--output_dir", str(tmp_path)]
+    start += ["--max_steps", "30", "--eval_steps", "10", "--output_dir", str(tmp_path)]
     slow = recipe.with_name("slow.py")
     callback = "class Slow(TrainerCallback):\n    def on_step_end(self, *a, **k): time.sleep(0.05)\n"
     text = recipe.read_text().replace(
@@ -314,25 +320,28 @@ def test_a_sweep_goes_on_after_ctrl_c_and_kill(recipe, tmp_path):
 
     def until(folder, step, number):
         process = subprocess.Popen(start, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
-        end = time.monotonic() + 120
-        while not (folder / "metrics.jsonl").exists() or not any(r["step"] >= step for r in lines(folder, "loss")):
-            assert process.poll() is None and time.monotonic() < end
-            time.sleep(0.05)
-        process.send_signal(number)
-        return process.wait(60), process.stderr.read().splitlines()
+        try:
+            end = time.monotonic() + 300
+            while not any(record["step"] >= step for record in RunFolder(folder).records()):
+                assert process.poll() is None and time.monotonic() < end
+                time.sleep(0.05)
+            process.send_signal(number)
+            return process.wait(60), process.stderr.read().splitlines()
+        finally:
+            process.kill()
 
     code, err = until(first, 8, signal.SIGINT)
     assert code == 130 and "stopped at point 1 of 2" in err[-1] and err[-1].endswith("run the same command to continue")
     saved = max(int(path.name.split("-")[1]) for path in first.glob("checkpoint-[0-9]*"))
     assert saved >= 8
     assert until(second, 8, signal.SIGKILL)[0] == -signal.SIGKILL
-    done = subprocess.run([*start, "--json"], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([*start, "--json"], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert "learning_rate=0.001: finished before" in done.stderr
     for folder, point in zip((first, second), json.loads(done.stdout)["points"], strict=True):
         events = [record["event"] for record in lines(folder, "event")]
         assert "resume" in events and events[-1] == "end"
-        assert [record["step"] for record in lines(folder, "loss")] == list(range(1, 61))
+        assert [record["step"] for record in lines(folder, "loss")] == list(range(1, 31))
         assert point["loss"] == lines(folder, "eval_loss")[-1]["eval_loss"]
 
 

@@ -449,6 +449,8 @@ LAUNCHERS = [
     "python /x/site-packages/accelerate/commands/launch.py recipe.py",
     "C:/venv/Scripts/python.exe C:/venv/Scripts/accelerate.exe launch recipe.py",
     "C:/venv/Scripts/torchrun.exe recipe.py",
+    "/usr/bin/python3 /usr/local/bin/hfgpt sweep recipe.py",
+    "python3 -m hfgpt.cli sweep recipe.py",
 ]
 OTHERS = [
     "bash -c python recipe.py --torch_compile true & sleep 30",
