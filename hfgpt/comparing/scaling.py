@@ -48,7 +48,7 @@ def _law(
     drawn = fit(x, _draw(points, losses, fitted, best.shape[1]))
     drawn = drawn[np.isfinite(drawn).all(axis=1)]
     if len(drawn) < 0.95 * DRAWS:
-        return "noise and scatter are too large: no exponent fits in more than one of twenty draws within them"
+        return "noise and scatter are too large to tell the exponent: within them, other losses fit none"
     low, high = np.percentile(drawn, [2.5, 97.5], axis=0)
     names = ("E", "A", "alpha") if best.shape[1] == 3 else ("a", "b")
     grid = np.geomspace(x[0], FURTHER * x[-1], 50)

@@ -198,7 +198,10 @@ def _best_of_each_size(ranked: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def describe_settings(settings: dict[str, Any]) -> str:
     """Return settings in words; "all" if only seeds were swept."""
-    texts = {key: json.dumps(value) if isinstance(value, dict | list) else value for key, value in settings.items()}
+    texts = {
+        key: json.dumps(value, separators=(",", ":")).replace('"', "") if isinstance(value, dict | list) else value
+        for key, value in settings.items()
+    }
     return ", ".join(f"{key}={value}" for key, value in texts.items()) or "all seeds"
 
 

@@ -25,7 +25,7 @@ from hfgpt.comparing.verdict import Finding
 from hfgpt.errors import UserError
 from hfgpt.files import write_whole
 
-WIDTH = 110  # of the table
+WIDTH = 115  # of the table
 _LOG_FROM = 5.0  # values that span this factor are on a logarithmic axis
 _SIGNS = {"parameters": "N", "compute": "C"}
 
