@@ -20,6 +20,7 @@ from hfgpt.settings.checks import (
     FRACTION,
     NAME,
     NOT_NEGATIVE,
+    OPEN,
     PATH,
     POSITIVE,
     SECONDS,
@@ -124,6 +125,10 @@ class PretrainConfig:
     adam_beta1: float = _f(0.9, "", FRACTION)
     adam_beta2: float = _f(0.95, "", FRACTION)
     adam_epsilon: float = _f(1e-8, "", SIZE)
+    ema_decay: float | None = _f(
+        None, "average the weights exponentially, such as 0.999; the better of average and weights is saved", OPEN
+    )
+    average_last: float | None = _f(None, "average the weights of the last part of max_steps evenly, such as 0.2", OPEN)
     max_grad_norm: float = _f(1.0, "clip gradients to this norm; 0: no clipping", SIZE_OR_NONE)
     mixed_precision: Literal["auto", "bf16", "fp16", "no"] = _f(
         "auto", "auto: the fastest precision that this device supports"
@@ -142,7 +147,8 @@ class PretrainConfig:
     eval_train: bool = _f(False, "also evaluate on the same amount of training text: train_eval_loss")
     metric_for_best_model: str = _f(
         "eval_loss",
-        "what the best checkpoint and early stopping go by: the lowest eval_loss, or eval_loss/NAME of a named text",
+        "what the best checkpoint and early stopping go by: the lowest eval_loss, eval_loss/NAME of a named text, or "
+        "eval_loss_ema of the average",
         NAME,
     )
     early_stopping_patience: int | None = _f(

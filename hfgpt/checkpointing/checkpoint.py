@@ -140,9 +140,10 @@ def _adopt(run: RunFolder, downloaded: Path) -> Path:
 def rotate(run: RunFolder, newest: Path, keep: int | None) -> None:
     """Delete all but `keep` (None: all) checkpoints of the run that wrote `newest`, and link the best of the rest.
 
-    Keeps `newest`, then the one with the lowest evaluation loss, then the newest of the others.
+    Keeps `newest`, then the one with the lowest `metric_for_best_model`, then the newest of the others.
     """
-    run_id = read_state(newest, "trainer_state")["run_id"]
+    of_newest = read_state(newest, "trainer_state")
+    run_id, metric = of_newest["run_id"], of_newest["config"].get("metric_for_best_model", "eval_loss")
     losses = {}
     for folder in run.checkpoints():
         try:
@@ -151,7 +152,8 @@ def rotate(run: RunFolder, newest: Path, keep: int | None) -> None:
             continue  # not written by this run
         if state["run_id"] == run_id:
             is_evaluated = state["evaluation"] and state["evaluation_step"] == state["step"]
-            losses[folder] = state["evaluation"]["eval_loss"] if is_evaluated else math.inf
+            value = state["evaluation"].get(metric) if is_evaluated else None
+            losses[folder] = math.inf if value is None else value
     best = min(losses, key=lambda folder: losses[folder])
     ranked = sorted(
         losses, key=lambda folder: (folder != newest, folder != best)

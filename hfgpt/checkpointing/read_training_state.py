@@ -50,6 +50,7 @@ FORMS: dict[str, dict[str, Check]] = {
         "evaluation": _or_null(_has({"eval_loss": _is_amount, "eval_perplexity": _is_amount, "eval_tokens": is_count})),
         "evaluation_step": is_count,
         "gradient_scaler": _or_null(_is_object),
+        "average": _or_null(_has({"steps": is_count, "is_model": lambda value: isinstance(value, bool)})),
     },
     "data_state": {"fingerprint": _is_object, "position": _is_object},
 }
@@ -60,12 +61,26 @@ def read_state(folder: Path, name: str) -> dict[str, Any]:
     path = folder / STATE / f"{name}.json"
     try:
         state = json.loads(read_text_file(path))
+        if name == "trainer_state" and isinstance(state, dict):
+            state.setdefault("average", None)  # as in checkpoints of earlier versions
         wrong = _wrong_keys(state, FORMS[name]) if isinstance(state, dict) else ["not an object"]
     except (OSError, ValueError, RecursionError) as error:
         wrong = [f"{type(error).__name__}: {error}"]
     if wrong:
         raise UserError(f"{path} is not valid for this version ({', '.join(wrong)}); use another checkpoint")
     return state
+
+
+def evaluation_of_model(trainer: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the newest evaluation record in `trainer`, with the metrics of what model.safetensors holds.
+
+    That is the weights or their average, whose metrics are the other record's `_ema` ones.
+    """
+    record = trainer["evaluation"]
+    if not record or not (trainer["average"] or {}).get("is_model"):
+        return record
+    averages = {key: key.replace("_ema", "", 1) for key in record if key.partition("/")[0].endswith("_ema")}
+    return {**record, **{plain: record[key] for key, plain in averages.items()}}
 
 
 def changed_settings(then: dict[str, Any], now: dict[str, Any]) -> dict[str, dict[str, Any]]:

@@ -13,6 +13,7 @@ from hfgpt.cli.output import as_json
 from hfgpt.errors import UserError
 
 NOT_MEASURED = {"device", "processes", "fsdp", "memory_gib", "mfu", "max_tokens", "price_per_hour", "watts"}
+NOT_MEASURED |= {"ema_decay", "average_last"}
 
 
 def plan(
@@ -34,6 +35,10 @@ def plan(
         Literal["true", "false"] | None, Option("--gradient_checkpointing", help="true: recompute activations.")
     ] = None,
     optim: Annotated[Literal["adamw", "muon"] | None, Option("--optim", help="Default: adamw.")] = None,
+    ema_decay: Annotated[
+        float | None, Option("--ema_decay", parser=number(1), help="Keep an average of the weights.")
+    ] = None,
+    average_last: Annotated[float | None, Option("--average_last", parser=number(1), help="The same.")] = None,
     processes: Annotated[
         int | None, Option("--processes", parser=whole(1), help="Processes, one per device; default: 1.")
     ] = None,

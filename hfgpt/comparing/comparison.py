@@ -95,6 +95,7 @@ def _losses_at_end(run: PastRun, alike: Sequence[PastRun]) -> dict[str, Any]:
         "eval_loss": newest.get("eval_loss"),
         "eval_perplexity": perplexity(newest.get("eval_loss")),
         "eval_bits_per_byte": number(newest.get("eval_bits_per_byte")),
+        "eval_loss_ema": number(newest.get("eval_loss_ema")),
         "eval_step": newest.get("step"),
         "best_eval_loss": best.get("eval_loss"),
         "best_eval_step": best.get("step"),

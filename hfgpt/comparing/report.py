@@ -42,7 +42,8 @@ _TABLES = {
 _AT_END = {
     "training loss": "end_loss", "its perplexity": "end_perplexity", "averaged from step": "end_loss_from_step",
     "evaluation loss": "eval_loss", "evaluation perplexity": "eval_perplexity", "bits per byte": "eval_bits_per_byte",
-    "evaluated at step": "eval_step", "best evaluation loss": "best_eval_loss", "at step": "best_eval_step",
+    "loss of averaged weights": "eval_loss_ema", "evaluated at step": "eval_step",
+    "best evaluation loss": "best_eval_loss", "at step": "best_eval_step",
 }  # fmt: skip
 _LOSSES = {
     "training loss": "loss", "perplexity": "perplexity", "evaluation loss": "eval_loss",
@@ -168,7 +169,7 @@ def _place(axis: str, at: float) -> str:
 
 def _evaluation(record: dict[str, Any]) -> str:
     names = {"eval_loss": "loss", "eval_perplexity": "perplexity", "eval_bits_per_byte": "bits per byte"}
-    names |= {"train_eval_loss": "training split"}
+    names |= {"train_eval_loss": "training split", "eval_loss_ema": "loss of averaged weights"}
     values = {key: number(record.get(key)) for key in names}
     if values["eval_loss"] is None:
         return "loss not finite"

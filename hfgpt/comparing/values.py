@@ -19,7 +19,7 @@ def format_value(value: Any, key: str = "") -> str:
         )
     if isinstance(value, bool) or not isinstance(value, int | float):
         return str(value)
-    if key.endswith("loss") or key == "eval_bits_per_byte":
+    if key.endswith(("loss", "loss_ema")) or key == "eval_bits_per_byte":
         return f"{value:.4f}"
     if key in ("mfu", "hfu"):
         return f"{100 * value:.1f} %"

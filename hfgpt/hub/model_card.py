@@ -10,6 +10,7 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
+from hfgpt.checkpointing.read_training_state import evaluation_of_model
 from hfgpt.hub.describe_text import describe_record, describe_sources, describe_text
 
 TEMPLATE = Path(__file__).with_name("model_card.md.jinja")
@@ -17,11 +18,12 @@ TEMPLATE = Path(__file__).with_name("model_card.md.jinja")
 PUBLIC = (
     *("step", "num_input_tokens_seen", "wall_seconds", "loss", "learning_rate", "grad_norm", "tokens_per_second"),
     *("mfu", "peak_tflops", "peak_source", "eval_loss", "eval_perplexity", "eval_bits_per_byte", "eval_tokens"),
+    "eval_loss_ema",
 )
 HYPERPARAMETERS = (
     *("learning_rate", "min_learning_rate", "lr_scheduler_type", "warmup_steps", "optim", "muon_learning_rate"),
-    *("adam_beta1", "adam_beta2", "adam_epsilon", "weight_decay", "max_grad_norm", "sequence_length"),
-    *("document_masking", "seed"),
+    *("adam_beta1", "adam_beta2", "adam_epsilon", "weight_decay", "ema_decay", "average_last", "max_grad_norm"),
+    *("sequence_length", "document_masking", "seed"),
 )
 PLOT = "loss.png"
 # Metric type on the Hub and display name, by key of an evaluation record.
@@ -53,10 +55,10 @@ def model_card(
     config, model, step = trainer["config"], run.get("model"), trainer["step"]
     text, commit = describe_text(config, fingerprint), fingerprint.get("dataset.commit")
     name = name or config["run_name"] or Path(config["output_dir"]).name or "GPT-2-style model"
-    results = []
-    if trainer["evaluation"] and trainer["evaluation_step"] == step:
+    results, evaluation = [], evaluation_of_model(trainer)
+    if evaluation and trainer["evaluation_step"] == step:
         dataset = {**config, "dataset_revision": commit} if commit else {"dataset": text}
-        results = _eval_results({**dataset, "task": "text", **trainer["evaluation"]}, HELD_OUT)
+        results = _eval_results({**dataset, "task": "text", **evaluation}, HELD_OUT)
     for record in later:
         results += _eval_results(record, TEXT if record["task"] == "text" else HELLASWAG)
     sources = describe_sources(config, fingerprint, trainer.get("sources"))
@@ -72,10 +74,11 @@ def model_card(
         name,
         tokenizer,
         summary=f"A GPT-2-style language model{shape}, pretrained with hfgpt on {tokens} tokens.",
-        evaluation=trainer["evaluation"],
+        evaluation=evaluation,
+        averaging=_describe_average(trainer),
         evaluation_step=trainer["evaluation_step"],
         step=step,
-        named_results=_named_results(trainer["evaluation"]),
+        named_results=_named_results(evaluation),
         later_results=[_result_row(record) for record in later],
         loss_plot=PLOT if records else None,
         training=[
@@ -90,6 +93,17 @@ def model_card(
         ],
         sequence_length=config["sequence_length"],
     )
+
+
+def _describe_average(trainer: dict[str, Any]) -> str:
+    """Say which of weights and average the model is, with both losses; empty without an average."""
+    if not (average := trainer["average"]):
+        return ""
+    record, steps = trainer["evaluation"] or {}, f"{average['steps']:,} steps"
+    losses = [f"loss {record[key]:.4f}" if key in record else "not evaluated" for key in ("eval_loss_ema", "eval_loss")]
+    if average["is_model"]:
+        return f"The model is an average of the weights of {steps} ({losses[0]}; the newest weights: {losses[1]})."
+    return f"The model has the newest weights ({losses[1]}), not an average of those of {steps} ({losses[0]})."
 
 
 def _metadata(config: dict[str, Any], name: str, results: list[Any], datasets: list[str]) -> ModelCardData:

@@ -16,7 +16,7 @@ import numpy as np
 from transformers import AutoTokenizer
 
 from hfgpt.checkpointing.checkpoint import MANIFEST, MODEL_FILES, find_damage
-from hfgpt.checkpointing.read_training_state import STATE, read_state
+from hfgpt.checkpointing.read_training_state import STATE, evaluation_of_model, read_state
 from hfgpt.config import PretrainConfig
 from hfgpt.data import prepare_data_of_run
 from hfgpt.errors import UserError
@@ -116,7 +116,8 @@ def _evaluation(folder: Path) -> tuple[float, float, tuple[np.ndarray, np.ndarra
     if not (folder / STATE).is_dir():
         raise UserError("the folder has no training_state, so there is no recorded evaluation")
     trainer, data = read_state(folder, "trainer_state"), read_state(folder, "data_state")
-    if not trainer["evaluation"] or trainer["evaluation_step"] != trainer["step"]:
+    evaluation = evaluation_of_model(trainer)
+    if not evaluation or trainer["evaluation_step"] != trainer["step"]:
         raise UserError(f"no evaluation was recorded at step {trainer['step']}")
     config = PretrainConfig.of_run(trainer["config"])
     if config.document_masking:
@@ -130,7 +131,7 @@ def _evaluation(folder: Path) -> tuple[float, float, tuple[np.ndarray, np.ndarra
     named = [len(tokens) for tokens, _ in text.named_validation.values()]
     parts = windows(named or [len(text.validation)], config.sequence_length)
     blocks = scored_blocks(text.validation, parts, config.sequence_length)
-    return trainer["evaluation"]["eval_loss"], tolerance, blocks
+    return evaluation["eval_loss"], tolerance, blocks
 
 
 def _find_surprises(found: dict[str, Any]) -> list[str]:

@@ -30,6 +30,7 @@ class Setting:
     """What the memory of one process depends on.
 
     sharded: the model is sharded over all `processes` (FSDP2); else each has a full copy (DDP).
+    averaged: an average of the weights is kept as well.
     device: torch's type of device, "cuda", "cpu", "xpu", "mps" or another one.
     head: "" is the trainer's own, compiled with the model or in chunks; "whole" keeps all logits in an eager model;
     "returned" also returns them to the caller of a compiled model, as nanoGPT's does.
@@ -42,6 +43,7 @@ class Setting:
     compiled: bool = False
     checkpointing: bool = False
     optim: str = "adamw"
+    averaged: bool = False
     processes: int = 1
     sharded: bool = False
     document_masking: bool = False
@@ -166,7 +168,8 @@ class StepBytes:
             gradients //= shares
         # Two moments for each parameter; Muon has one for the matrices of the blocks.
         optimizer = 8 * self.parameters - (4 * self.block_matrices if self.setting.optim == "muon" else 0)
-        return Memory(4 * self.parameters // shares, gradients, optimizer // shares, activations, logits, workspace)
+        weights = 4 * self.parameters * (2 if self.setting.averaged else 1)
+        return Memory(weights // shares, gradients, optimizer // shares, activations, logits, workspace)
 
     def _gathered(self) -> int:
         """Count what FSDP2 gathers: embeddings and head for the whole pass, and two blocks, also as flat buffers.

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 WITH_MIN_LR = ("cosine_with_min_lr", "warmup_stable_decay")  # schedules
 POSITIVE, NOT_NEGATIVE, FRACTION = "greater than 0", "0 or more", "at least 0 and below 1"
+OPEN = "above 0 and below 1"
 # For numbers that are multiplied or divided in float32 on the device: the product or ratio of any two stays finite.
 SIZE, SIZE_OR_NONE = "from 1e-30 to 1e15", "0, or from 1e-30 to 1e15"
 SECONDS = "from 0.001 to 1e9"  # the range that clocks and timeouts accept
@@ -31,6 +32,7 @@ RULES: dict[str, Callable[[Any], bool]] = {
     POSITIVE: lambda value: 0 < value < math.inf,
     NOT_NEGATIVE: lambda value: 0 <= value < math.inf,
     FRACTION: lambda value: 0 <= value < 1,
+    OPEN: lambda value: 0 < value < 1,
     SIZE: lambda value: 1e-30 <= value <= 1e15,
     SIZE_OR_NONE: lambda value: value == 0 or 1e-30 <= value <= 1e15,
     SECONDS: lambda value: 1e-3 <= value <= 1e9,
@@ -104,6 +106,8 @@ def _find_mixture_problems(config: PretrainConfig) -> list[str]:
                 "max_tokens, and max_epochs of a source"
             )
     known = metrics + [f"{metric}/{name}" for metric in metrics for name in named]
+    if config.ema_decay is not None:  # the first evaluations of average_last have no average
+        known += [f"{head}_ema{slash}{name}" for head, slash, name in (key.partition("/") for key in known)]
     if config.metric_for_best_model not in known:
         problems.append(f"metric_for_best_model={config.metric_for_best_model}: must be one of {', '.join(known)}")
     return problems
@@ -129,6 +133,8 @@ def _find_conflicts(config: PretrainConfig, unreadable: set[str], sizes_fine: bo
             )
     if config.muon_learning_rate is not None and config.optim != "muon":
         problems.append(f"muon_learning_rate={config.muon_learning_rate}: only used with optim=muon; leave it out")
+    if config.ema_decay is not None and config.average_last is not None:
+        problems.append("ema_decay and average_last are both given; keep one")
     if sizes_fine and config.ddp_timeout <= config.stream_timeout:
         problems.append(
             f"ddp_timeout={config.ddp_timeout:g}: must be above stream_timeout={config.stream_timeout:g}, since the "

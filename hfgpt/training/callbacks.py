@@ -24,6 +24,7 @@ SHOWN = {
     "eval_perplexity": "perplexity {:.4g}",
     "eval_bits_per_byte": "{:.4f} bits per byte",
     "train_eval_loss": "training text {:.4f}",
+    "eval_loss_ema": "average of weights {:.4f}",
     "learning_rate": "rate {:.3g}",
     "grad_norm": "norm {:.3g}",
     "tokens_per_second": "{:,.0f} tokens/s",

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from hfgpt.evaluation.loss import evaluate_named, evaluate_tokens
+from hfgpt.evaluation.loss import evaluate_named, evaluate_tokens, perplexity
+from hfgpt.training.averaging import named_as_average
 from hfgpt.training.out_of_memory import out_of_memory_named
 from hfgpt.training.run import TrainingRun
+
+
+def of_held_out(run: TrainingRun, of_tokens: Callable[..., dict[str, Any] | None]) -> dict[str, Any] | None:
+    """Evaluate the model as it is on all held-out text. Returns None if a signal interrupted it."""
+    if run.data.named_validation:
+        return evaluate_named(of_tokens, run.data.named_validation)
+    metrics = of_tokens(run.data.validation, scored_bytes=run.data.validation_bytes)
+    return metrics and {**metrics, "eval_perplexity": perplexity(metrics["eval_loss"])}
 
 
 def evaluate(run: TrainingRun) -> dict[str, Any] | None:
@@ -25,12 +35,15 @@ def evaluate(run: TrainingRun) -> dict[str, Any] | None:
     )
     fix = "use a smaller --per_device_eval_batch_size"
     with out_of_memory_named(f"in evaluation with batches of {batch_size}", fix):
-        if run.data.named_validation:
-            metrics = evaluate_named(of_tokens, run.data.named_validation)
-        else:
-            metrics = of_tokens(run.data.validation, scored_bytes=run.data.validation_bytes)
-        if metrics is None:
+        if (metrics := of_held_out(run, of_tokens)) is None:
             return None
+        if run.average and run.average.steps:
+            with run.average.swapped_in():
+                of_average = of_held_out(run, of_tokens)
+            if of_average is None:
+                return None
+            metrics |= named_as_average(of_average)
+            metrics["eval_seconds"] += of_average["eval_seconds"]
         if run.data.train_sample is not None:
             if (on_training := of_tokens(run.data.train_sample)) is None:
                 return None

@@ -44,6 +44,7 @@ def setting_of(
         compiled=compiled,
         checkpointing=config.gradient_checkpointing,
         optim=config.optim,
+        averaged=config.ema_decay is not None or config.average_last is not None,
         processes=batch.processes,
         sharded=shares > 1,
         document_masking=config.document_masking,

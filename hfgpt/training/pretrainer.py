@@ -160,6 +160,8 @@ def advance(run: TrainingRun, own: StepBatch, text: StepText, result: StepResult
     of_sources = note_sources(run, own, text, result)
     run.position = text.position
     run.folder.record_text(step=progress.step, batch_hash=batch_hash(text.hashes), **of_sources, position=text.position)
+    if run.average:
+        run.average.update(progress.step, result)
     run.step.is_updating = False
     run.non_finite.add(Step(progress.step, run.step.learning_rate(progress.step), own), result)
     for event in text.retries:

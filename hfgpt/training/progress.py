@@ -45,7 +45,8 @@ class Progress:
     def note_evaluation(self, metrics: dict[str, Any], best_by: str) -> bool:
         """Keep the evaluation of the current step. Returns whether it has the lowest value of `best_by` so far."""
         self.evaluation, self.evaluation_step = metrics, self.step
-        is_best = metrics[best_by] < (math.inf if self.best_metric is None else self.best_metric)
+        value = metrics.get(best_by, math.nan)  # of an average of no steps
+        is_best = value < (math.inf if self.best_metric is None else self.best_metric)
         if is_best:
-            self.best_metric, self.best_step = metrics[best_by], self.step
+            self.best_metric, self.best_step = value, self.step
         return is_best

@@ -22,6 +22,7 @@ from hfgpt.data.stream import Stream
 from hfgpt.distributed.ranks import Ranks
 from hfgpt.errors import UserError
 from hfgpt.settings.mixture import OF_SOURCE, Mixture, read_mixture
+from hfgpt.training.averaging import WeightAverage
 from hfgpt.training.lr_schedule import LearningRate
 from hfgpt.training.plan import Plan
 from hfgpt.training.progress import Progress
@@ -70,9 +71,19 @@ class Resumed:
         for warning in self.warnings:
             logger.warning(warning)
 
-    def load(self, model: PreTrainedModel, optimizer: torch.optim.Optimizer, scaler: Any, ranks: Ranks) -> None:
-        """Restore weights, optimizer and loss scaler in place. Call on all processes."""
-        state.load_model_and_optimizer(self.folder, model, optimizer, ranks)
+    def load(
+        self,
+        model: PreTrainedModel,
+        optimizer: torch.optim.Optimizer,
+        scaler: Any,
+        ranks: Ranks,
+        average: WeightAverage | None,
+    ) -> None:
+        """Restore weights, their average, optimizer and loss scaler in place. Call on all processes."""
+        trainer = self.trainer_state
+        goes_on = average and average.continues(trainer["average"], trainer["config"], self.progress.step)
+        take = average.take if average and goes_on else None
+        state.load_model_and_optimizer(self.folder, model, optimizer, ranks, trainer, take)
         if scaler is not None and self.trainer_state["gradient_scaler"]:
             scaler.load_state_dict(self.trainer_state["gradient_scaler"])
 

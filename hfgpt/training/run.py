@@ -19,6 +19,7 @@ from hfgpt.distributed.stop_signals import StopSignals
 from hfgpt.hub.background import SavePusher
 from hfgpt.model.memory import Setting
 from hfgpt.settings.batch import Batch
+from hfgpt.training.averaging import WeightAverage
 from hfgpt.training.callback_handler import Callbacks
 from hfgpt.training.non_finite import NonFiniteGuard
 from hfgpt.training.plan import Plan, setting_of
@@ -56,6 +57,7 @@ class TrainingRun:
     batches: Generator[StepBatch, None, None]
     position: dict[str, Any]  # position in the text after the last finished step
     step: TrainStep
+    average: WeightAverage | None
     progress: Progress
     callbacks: Callbacks
     non_finite: NonFiniteGuard

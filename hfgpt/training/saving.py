@@ -43,7 +43,8 @@ def save(run: TrainingRun, at_end: bool = False) -> None:
 
 def start_save(run: TrainingRun, after_failure: bool = False) -> None:
     # Copy first: training changes the tensors while a thread writes the files.
-    tensors = state.snapshot(run.step.model, run.step.optimizer)
+    average = run.average if run.average and run.average.steps else None
+    tensors = state.snapshot(run.step.model, run.step.optimizer, average.swapped_in() if average else None)
     if run.is_main:
         trainer, fingerprint = trainer_state(run), run.data.train.fingerprint
         data = {"fingerprint": fingerprint, "position": run.position}
@@ -71,6 +72,7 @@ def trainer_state(run: TrainingRun) -> dict[str, Any]:
         "choices": run.plan.choices(),
         "micro_batch": run.step.batch.micro_batch,
         "gradient_scaler": scaler.state_dict() if scaler is not None else None,
+        "average": run.average and run.average.state(run.progress.evaluation),
         "callbacks": run.callbacks.states(),
     }
 

@@ -33,6 +33,7 @@ from hfgpt.hub.resume_from_hub import find_resume_point
 from hfgpt.model.memory import training_memory
 from hfgpt.settings.batch import Batch
 from hfgpt.settings.field_types import AUTO
+from hfgpt.training.averaging import build_average
 from hfgpt.training.batch_size import find_fastest_split, find_recorded_split
 from hfgpt.training.build_model import attention_arguments, build_model, check_sharding
 from hfgpt.training.callback_handler import Callbacks, callback_arguments
@@ -103,7 +104,7 @@ def _prepare(
     # Only the main process reads the weights; it sends them to the others.
     weights = initial_weights(config.init_from, data.tokenizer, ranks) if config.init_from and not resume_from else {}
     model = build_model(config, data.tokenizer, machine, compiled.enabled, weights)
-    optimizer = build_optimizer(model, config)
+    optimizer, average = build_optimizer(model, config), build_average(config, max_steps, model)
     choices = (machine.precision, compiled, device_name(device))
     plan = Plan(
         *(config, model.config, batch, max_steps, *choices, data.description, str(folder.checkpoint(max_steps))),
@@ -113,7 +114,7 @@ def _prepare(
     resumed = resume(resume_from, folder, plan, data, ranks) if resume_from else None
     if resumed:
         plan = replace(plan, resumed=resumed.describe(folder, max_steps))
-        resumed.load(model, optimizer, accelerator.scaler, ranks)
+        resumed.load(model, optimizer, accelerator.scaler, ranks, average)
     progress = resumed.progress if resumed else Progress(skipped_rows=data.skipped.copy())
     position = resumed.position if resumed else data.train.start
     data.description += plan_mixture(config.metric_for_best_model, data, position, max_steps)
@@ -140,6 +141,7 @@ def _prepare(
         batches=iterate(data.train, position, ranks.rank, ranks.world_size, config.dataloader_num_workers),
         position=position,
         step=step,
+        average=average,
         progress=progress,
         callbacks=_build_callbacks(plan, machine, own, reporting, data, step, progress, resumed),
         non_finite=NonFiniteGuard(folder, ranks, partial(data.train.locate_rows, decode)),
