@@ -36,7 +36,7 @@ def check_metric(metric: str, data: TextData) -> None:
     kind, _, name = metric.partition("/")
     named = data.named_validation
     wanted = [named[name][1]] if name else [of[1] for of in named.values()] or [data.validation_bytes]
-    if kind == "eval_bits_per_byte" and None in wanted:
+    if kind.removesuffix("_ema") == "eval_bits_per_byte" and None in wanted:
         raise UserError(f"metric_for_best_model={metric}: the bytes of this text are unknown; use eval_loss")
 
 

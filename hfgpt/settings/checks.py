@@ -110,6 +110,8 @@ def _find_mixture_problems(config: PretrainConfig) -> list[str]:
         known += [f"{head}_ema{slash}{name}" for head, slash, name in (key.partition("/") for key in known)]
     if config.metric_for_best_model not in known:
         problems.append(f"metric_for_best_model={config.metric_for_best_model}: must be one of {', '.join(known)}")
+        if config.ema_decay is None and "_ema" in config.metric_for_best_model:
+            problems[-1] += "; that of an average needs ema_decay"
     return problems
 
 
@@ -152,7 +154,8 @@ def _find_conflicts(config: PretrainConfig, unreadable: set[str], sizes_fine: bo
     if config.hub_strategy != "end" and not config.push_to_hub:
         problems.append(f"hub_strategy={config.hub_strategy}: nothing is pushed; add --push_to_hub true")
     if not config.eval_steps:
-        wanted = [key for key in ("eval_train", "early_stopping_patience", "save_best") if getattr(config, key)]
+        keys = ("eval_train", "early_stopping_patience", "save_best", "ema_decay", "average_last")
+        wanted = [key for key in keys if getattr(config, key)]
         problems += [f"{key}: nothing is evaluated with eval_steps=0; set eval_steps" for key in wanted]
     if config.lr_scheduler_type == "constant" and config.warmup_steps:
         problems.append(

@@ -131,13 +131,7 @@ def _prepare(
     plan = replace(plan, batch=step.batch, setting=machine.memory_setting(config, step.batch, compiled.enabled))
     decode = partial(data.tokenizer.decode, skip_special_tokens=True)
     return TrainingRun(
-        config=config,
-        plan=plan,
-        machine=machine,
-        signals=signals,
-        folder=folder,
-        resumed=resumed,
-        data=data,
+        *(config, plan, machine, signals, folder, resumed, data),
         batches=iterate(data.train, position, ranks.rank, ranks.world_size, config.dataloader_num_workers),
         position=position,
         step=step,

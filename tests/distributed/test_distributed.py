@@ -82,12 +82,16 @@ def assert_same(one, other, tolerance=2e-5):
 @pytest.mark.parametrize("optim", ["adamw", "muon"])
 def test_one_process_two_and_two_that_share_the_model_are_one_run(launch, optim):
     """8 blocks x 2 on one process are 4 x 2 on two."""
-    flags = ["--optim", optim]
+    flags = ["--optim", optim, "--average_last", "0.5"]
     one = launch("one", "one", "--per_device_train_batch_size", "8", *flags)
     for kind in ("ddp", "fsdp2") if optim == "adamw" else ("fsdp2",):
         python = sys.executable if kind == "ddp" else FORK  # once as a user starts it
         two = launch(kind, kind, "--per_device_train_batch_size", "4", *flags, python=python)
-        assert_same(one, two, tolerance=2e-5 if optim == "adamw" else 4e-3)  # Muon rounds its updates to bf16
+        tolerance = 2e-5 if optim == "adamw" else 4e-3  # Muon rounds its updates to bf16
+        assert_same(one, two, tolerance)
+        ours, theirs = (load_file(run / "checkpoint-latest/training_state/average.safetensors") for run in (one, two))
+        for key in ours:
+            torch.testing.assert_close(theirs[key], ours[key], atol=tolerance, rtol=1e-4)
         held = [tuple(map(int, (two / f"held.{rank}").read_text().split())) for rank in (0, 1)]
         share = 1 if kind == "ddp" else 2
         assert [mine * share for mine, _ in held] == pytest.approx([total for _, total in held], rel=0.05)

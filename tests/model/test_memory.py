@@ -113,6 +113,8 @@ def test_less_memory_by_recomputing_by_muon_and_by_more_processes():
     assert recomputed.activations < plain.activations / 4 and recomputed.peak < plain.peak - 2 * 2**30
     muon = training_memory(config, gpu(8, accumulation=2, optim="muon"))
     assert plain.optimizer - muon.optimizer == 4 * 12 * 12 * 768**2
+    averaged = training_memory(config, gpu(8, accumulation=2, averaged=True))
+    assert averaged.weights == 2 * plain.weights and averaged.peak - plain.peak == plain.weights
     alone, shared = (training_memory(config, gpu(8, processes=4, sharded=sharded)) for sharded in (False, True))
     assert alone.weights == 4 * shared.weights and alone.optimizer == 4 * shared.optimizer
     # Gradients are exchanged, and so shared, after the last micro-batch only.
