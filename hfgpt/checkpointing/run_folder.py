@@ -10,10 +10,11 @@
       .lock                 held by the process that trains here
       checkpoint-1000/      a Hub model folder, and also a point to resume from
         config.json  generation_config.json  model.safetensors  tokenizer.json  tokenizer_config.json  README.md
-        training_state/     optimizer.safetensors  trainer_state.json  data_state.json
+        training_state/     optimizer.safetensors  trainer_state.json  data_state.json; of a run that averages its
+                            weights also average.safetensors, or raw_weights.safetensors if the model is the average
         manifest.json       size and hash of each file; written last
       checkpoint-latest     link to the newest checkpoint (a text file with its name where links are not allowed)
-      checkpoint-best       link to the one with the lowest evaluation loss
+      checkpoint-best       link to the one with the lowest evaluation loss (or metric_for_best_model)
       .checkpoint-1000.tmp  a checkpoint while it is written
       .checkpoint-hub-*     a checkpoint while it is downloaded
       abandoned-*           later checkpoints, set aside when the run resumed from an earlier one

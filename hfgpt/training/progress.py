@@ -33,14 +33,19 @@ class Progress:
         state = {one.name: getattr(self, one.name) for one in fields(self)}
         # JSON has no infinity, so an overflowing evaluation is not kept.
         is_finite = math.isfinite(self.evaluation.get("eval_perplexity", math.nan))
+        evaluation = {key: of for key, of in self.evaluation.items() if not isinstance(of, float) or math.isfinite(of)}
         state["sources"] = {name: dict(of) for name, of in self.sources.items()}
-        return {**state, "skipped_rows": dict(self.skipped_rows), "evaluation": self.evaluation if is_finite else None}
+        return {**state, "skipped_rows": dict(self.skipped_rows), "evaluation": evaluation if is_finite else None}
 
     @classmethod
     def from_json(cls, state: dict[str, Any]) -> Progress:
         known = {one.name: state[one.name] for one in fields(cls) if one.name in state}
         skipped_rows = Counter(state["skipped_rows"])
         return cls(**{**known, "skipped_rows": skipped_rows, "evaluation": state["evaluation"] or {}})
+
+    def forget_average(self) -> None:
+        """Drop what the newest evaluation has of an average of the weights."""
+        self.evaluation = {key: of for key, of in self.evaluation.items() if not key.partition("/")[0].endswith("_ema")}
 
     def note_evaluation(self, metrics: dict[str, Any], best_by: str) -> bool:
         """Keep the evaluation of the current step. Returns whether it has the lowest value of `best_by` so far."""

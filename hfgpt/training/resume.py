@@ -83,6 +83,8 @@ class Resumed:
         trainer = self.trainer_state
         goes_on = average and average.continues(trainer["average"], trainer["config"], self.progress.step)
         take = average.take if average and goes_on else None
+        if not take:  # the newest evaluation is not one of the average that starts here
+            self.progress.forget_average()
         state.load_model_and_optimizer(self.folder, model, optimizer, ranks, trainer, take)
         if scaler is not None and self.trainer_state["gradient_scaler"]:
             scaler.load_state_dict(self.trainer_state["gradient_scaler"])

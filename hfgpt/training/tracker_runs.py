@@ -39,6 +39,7 @@ Mark = tuple[int, str]  # identifies a log: its step and its kind
 OF_TRAINING = {
     "learning_rate", "min_learning_rate", "lr_scheduler_type", "lr_schedule_on_resume", "warmup_steps", "weight_decay",
     "muon_learning_rate", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm",
+    "ema_decay", "average_last",
 }  # fmt: skip
 
 

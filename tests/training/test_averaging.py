@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from running import PoisonMicroBatch, StopAt, records, same_weights, trained
+from running import PoisonMicroBatch, StopAt, prepared, records, same_weights, trained
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, TrainerCallback
 
@@ -89,5 +89,9 @@ def test_an_average_of_another_kind_starts_at_the_resume(config):
     trained(config(ema_decay=0.8, eval_steps=2, learning_rate=0.1))
     longer = config(average_last=0.5, eval_steps=2, max_steps=8, resume_from_checkpoint="latest")
     assert trained(longer).average.steps == 2
+    early = config(ema_decay=0.8, eval_steps=2, max_steps=9, resume_from_checkpoint="latest")
+    run = prepared(early)
+    assert run.average.steps == 0 and run.progress.evaluation.keys() & {"eval_loss", "eval_loss_ema"} == {"eval_loss"}
+    run.folder.close()
     plain = trained(config(eval_steps=2, max_steps=10, resume_from_checkpoint="latest"))
     assert plain.average is None and "eval_loss_ema" not in records(plain, "eval_loss")[-1]

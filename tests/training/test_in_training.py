@@ -73,6 +73,13 @@ def test_without_save_best_the_best_of_those_saved_is_kept(config, scripted):
     assert names(run) == ["checkpoint-2", "checkpoint-6"] and best(run) == "checkpoint-2"
 
 
+@pytest.mark.parametrize(("metric", "step"), [("eval_loss", 4), ("eval_loss_ema", 6)])
+def test_the_best_is_that_of_the_weights_or_of_their_average(config, scripted, metric, step):
+    scripted(3.0, float("inf"), 2.0, 2.5, 2.1, 1.9)  # of the weights and the average in turn
+    run = trained(config(eval_steps=2, ema_decay=0.5, metric_for_best_model=metric))
+    assert run.progress.best_step == step and best(run) == f"checkpoint-{step}"
+
+
 def test_a_loss_that_is_not_finite_is_never_the_best(config, scripted):
     scripted(float("nan"), 5.0, float("nan"))
     run = trained(config(eval_steps=2, save_steps=0, save_best=True))
