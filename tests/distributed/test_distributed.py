@@ -106,7 +106,7 @@ def test_a_run_on_a_mixture_resumes_as_another_kind(launch, tmp_path, document_f
     (tmp_path / "code.jsonl").write_text("".join(json.dumps(text) + "\n" for text in texts))
     sources = [{"dataset": str(document_folder), "name": "docs", "weight": 0.7}]
     sources += [{"dataset": str(tmp_path / "code.jsonl"), "weight": 0.3}]
-    mixture = ["--dataset", json.dumps(sources)]
+    mixture = ["--dataset", json.dumps(sources), "--ema_decay", "0.8"]
     whole = launch("one", "whole", "--per_device_train_batch_size", "8", *mixture)
     shutil.copytree(whole / "checkpoint-2", tmp_path / "moved" / "checkpoint-2")
     resume = ["--resume_from_checkpoint", "latest", "--per_device_train_batch_size", "4", *mixture]
@@ -116,6 +116,8 @@ def test_a_run_on_a_mixture_resumes_as_another_kind(launch, tmp_path, document_f
     for key in ("loss", "loss/docs", "loss/code", "learning_rate"):
         first, second = ([line[key] for line in lines(folder)] for folder in (whole, moved))
         assert second == pytest.approx(first[2:], abs=2e-5) and None not in second, key
+    averages = [lines(folder, "eval_loss")[-1]["eval_loss_ema"] for folder in (whole, moved)]
+    assert averages[1] == pytest.approx(averages[0], abs=2e-5)
     assert all(find_damage(folder) is None for folder in moved.glob("checkpoint-?"))
 
 
