@@ -78,16 +78,22 @@ def audit(folder: str | Path) -> dict[str, Any]:
         "steps": len(steps),
         "steps_as_recorded": same,
         "tokens": same * plan["tokens_per_step"],
-        # A text in memory is one run of tokens without separate documents, so its hash is enough.
-        "documents": sum(one.count for one in seen.values()) if seen else None,
-        "epochs_completed": min(one.epochs_completed for one in seen.values()) if seen else None,
-        "epochs_begun": max(one.epochs_begun for one in seen.values()) if seen else None,
+        **_count_documents(seen),
         **({"sources": sources} if sources else {}),
         **({"not_checked": why} if (why := _why_not_checked(data.train)) else {}),
         "validation_documents": data.validation_documents if seen else None,
         "leaked": sum(of_source[LEAKED].total() for of_source in found) if seen else None,
         "skipped_rows": dict(data.skipped + skipped),
         "problems": problems,
+    }
+
+
+def _count_documents(seen: dict[str, _SeenDocuments]) -> dict[str, int | None]:
+    """Return the documents and epochs of a run; null for a text in memory, which has no separate documents."""
+    return {
+        "documents": sum(one.count for one in seen.values()) if seen else None,
+        "epochs_completed": min(one.epochs_completed for one in seen.values()) if seen else None,
+        "epochs_begun": max(one.epochs_begun for one in seen.values()) if seen else None,
     }
 
 

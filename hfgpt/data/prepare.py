@@ -78,6 +78,9 @@ class OpenText:
     skipped: Counter[str]
     notes: list[str]
 
+    def describe(self) -> list[str]:
+        return [self.source.description, *self.notes]
+
     def exclude(self, hashes: frozenset[int]) -> None:
         """Leave out documents with these hashes from training."""
         self.training = dataclasses.replace(self.training, exclude=hashes)

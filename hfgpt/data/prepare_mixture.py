@@ -81,11 +81,7 @@ def prepare_data(
         train_sample=first_tokens(encoder, shuffled, len(validation)) if config.eval_train else None,
         validation_bytes=named[""][1] if "" in named else None,
         description=[
-            *(
-                f"{_prefix(name)}{line}"
-                for name, text in opened.items()
-                for line in (text.source.description, *text.notes)
-            ),
+            *(f"{_prefix(name)}{line}" for name, text in opened.items() for line in text.describe()),
             *of_run.describe(),
             *how,
             *lines,
