@@ -18,15 +18,15 @@ CONFIG = {
     # Compiled code of so small a model is no faster in float32, and it would be compiled for half a minute first.
     "torch_compile": False,
     "mixed_precision": "no",
-    "max_steps": 1000,
+    "max_steps": 960,
     "optim": "muon",
     "learning_rate": 1e-2,
     "min_learning_rate": 0.0,
     "warmup_steps": 30,
-    "eval_steps": 250,
+    "eval_steps": 240,
     "eval_tokens": 32_768,
-    "logging_steps": 25,
-    "save_steps": 250,
+    "logging_steps": 24,
+    "save_steps": 240,
     "resume_from_checkpoint": "latest",
 }
 # For the embedded text; for any other the samples continue its held-out part.
