@@ -15,7 +15,7 @@ from hfgpt.errors import UserError
 from hfgpt.files import local_path
 from hfgpt.messages.formats import shown
 from hfgpt.model.configuration_gpt2 import MODEL_SIZES
-from hfgpt.settings.batch import Batch
+from hfgpt.settings.batch import Batch, split_step
 from hfgpt.settings.checks import (
     FRACTION,
     NAME,
@@ -40,7 +40,6 @@ OF_THE_TEXT = (
     *("dataset_name", "dataset_split", "dataset_revision", "text_column", "tokens_dtype", "tokens_column"),
     *("eval_dataset", "document_masking"),
 )
-MOST_CANDIDATES = 2**14  # most sizes tried to find some that fit
 
 
 def _f(default: Any, help: str, must: str | None = None) -> Any:
@@ -346,31 +345,13 @@ class PretrainConfig:
 
         Raises UserError, with a list of sizes that fit, if the step cannot be split evenly.
         """
-        micro_batch = 1 if isinstance(self.per_device_train_batch_size, str) else self.per_device_train_batch_size
-        per_pass = micro_batch * self.sequence_length * processes
-        stated, accumulation = self.tokens_per_step, self.gradient_accumulation_steps
-        parts = (
-            f"per_device_train_batch_size={micro_batch} x sequence_length="
-            f"{self.sequence_length} x {processes} process{'es' if processes > 1 else ''} = {per_pass}"
+        return split_step(
+            self.tokens_per_step,
+            1 if isinstance(self.per_device_train_batch_size, str) else self.per_device_train_batch_size,
+            self.sequence_length,
+            self.gradient_accumulation_steps,
+            processes,
         )
-        if accumulation is None:
-            if stated is not None and stated % per_pass:
-                low = max(stated // per_pass, 1) * per_pass
-                blocks, rest = divmod(stated, self.sequence_length * processes)
-                largest = min(blocks, 4 * micro_batch)
-                sizes = range(1, min(largest, MOST_CANDIDATES) + 1)
-                fits = [] if rest else [str(size) for size in sizes if blocks % size == 0]
-                raise UserError(
-                    f"tokens_per_step={stated} is not a multiple of {parts}; tokens_per_step={low} or {low + per_pass} "
-                    "would fit" + (f", or a micro-batch of {', '.join(fits)}" if fits else "")
-                )
-            accumulation = stated // per_pass if stated is not None else 1
-        elif stated is not None and stated != per_pass * accumulation:
-            raise UserError(
-                f"tokens_per_step={stated} and gradient_accumulation_steps={accumulation} disagree: {parts}, times "
-                f"{accumulation} is {per_pass * accumulation}; give only one of the two"
-            )
-        return Batch(micro_batch, self.sequence_length, accumulation, processes)
 
     def total_steps(self, batch: Batch, epoch_blocks: int | None) -> int:
         """Return the length of the run in steps.

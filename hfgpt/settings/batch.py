@@ -1,10 +1,14 @@
-"""`Batch`: how one step is split into micro-batches and processes."""
+"""`Batch`: how one step is split into micro-batches and processes, and refused if it cannot be."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 from dataclasses import dataclass
+
+from hfgpt.errors import UserError
+
+MOST_CANDIDATES = 2**14  # most sizes tried to find some that fit
 
 
 @dataclass(frozen=True)
@@ -44,3 +48,35 @@ class Batch:
             f"{self.tokens_per_step:,} tokens = micro-batch {self.micro_batch} x sequence {self.sequence_length} x "
             f"accumulation {self.accumulation} x processes {self.processes}"
         )
+
+
+def split_step(
+    stated: int | None, micro_batch: int, sequence_length: int, accumulation: int | None, processes: int
+) -> Batch:
+    """Split a step of `stated` tokens over `processes`; accumulation is derived if it is None.
+
+    Raises UserError, with a list of sizes that fit, if the step cannot be split evenly.
+    """
+    per_pass = micro_batch * sequence_length * processes
+    parts = (
+        f"per_device_train_batch_size={micro_batch} x sequence_length="
+        f"{sequence_length} x {processes} process{'es' if processes > 1 else ''} = {per_pass}"
+    )
+    if accumulation is None:
+        if stated is not None and stated % per_pass:
+            low = max(stated // per_pass, 1) * per_pass
+            blocks, rest = divmod(stated, sequence_length * processes)
+            largest = min(blocks, 4 * micro_batch)
+            sizes = range(1, min(largest, MOST_CANDIDATES) + 1)
+            fits = [] if rest else [str(size) for size in sizes if blocks % size == 0]
+            raise UserError(
+                f"tokens_per_step={stated} is not a multiple of {parts}; tokens_per_step={low} or {low + per_pass} "
+                "would fit" + (f", or a micro-batch of {', '.join(fits)}" if fits else "")
+            )
+        accumulation = stated // per_pass if stated is not None else 1
+    elif stated is not None and stated != per_pass * accumulation:
+        raise UserError(
+            f"tokens_per_step={stated} and gradient_accumulation_steps={accumulation} disagree: {parts}, times "
+            f"{accumulation} is {per_pass * accumulation}; give only one of the two"
+        )
+    return Batch(micro_batch, sequence_length, accumulation, processes)

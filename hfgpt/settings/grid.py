@@ -157,8 +157,3 @@ def label(value: Any) -> str:
 
 def _hash(text: str, digits: int = 6) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:digits]
-
-
-def describe_values(values: dict[str, Any]) -> str:
-    """Return settings as `learning_rate=0.001, seed=1`."""
-    return ", ".join(f"{key}={shown(value)}" for key, value in values.items())
