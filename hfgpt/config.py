@@ -116,9 +116,17 @@ class PretrainConfig:
         "keep", "when a resume changes max_steps: keep the schedule, or stretch the rest of it to the new end"
     )
     warmup_steps: int = _f(0, "steps of linear warm-up", NOT_NEGATIVE)
-    weight_decay: float = _f(
-        0.1, "weight decay of matrices and embeddings; biases and norms are not decayed", SIZE_OR_NONE
+    embedding_learning_rate: float | None = _f(
+        None, "peak learning rate of embeddings and head; default: learning_rate", SIZE
     )
+    vector_learning_rate: float | None = _f(
+        None, "peak learning rate of biases and norms; default: learning_rate", SIZE
+    )
+    weight_decay: float = _f(0.1, "weight decay of matrices, and of embeddings and head", SIZE_OR_NONE)
+    embedding_weight_decay: float | None = _f(
+        None, "weight decay of embeddings and head; default: weight_decay", SIZE_OR_NONE
+    )
+    vector_weight_decay: float | None = _f(None, "weight decay of biases and norms; default: 0", SIZE_OR_NONE)
     optim: Literal["adamw", "muon"] = _f("adamw", "muon: Muon for the matrices of the blocks, AdamW for the rest")
     muon_learning_rate: float | None = _f(None, "peak learning rate of muon; default: learning_rate", SIZE)
     adam_beta1: float = _f(0.9, "", FRACTION)

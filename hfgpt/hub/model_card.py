@@ -18,10 +18,11 @@ TEMPLATE = Path(__file__).with_name("model_card.md.jinja")
 PUBLIC = (
     *("step", "num_input_tokens_seen", "wall_seconds", "loss", "learning_rate", "grad_norm", "tokens_per_second"),
     *("mfu", "peak_tflops", "peak_source", "eval_loss", "eval_perplexity", "eval_bits_per_byte", "eval_tokens"),
-    "eval_loss_ema",
+    *("eval_loss_ema", "muon_learning_rate", "embedding_learning_rate", "vector_learning_rate"),
 )
 HYPERPARAMETERS = (
     *("learning_rate", "min_learning_rate", "lr_scheduler_type", "warmup_steps", "optim", "muon_learning_rate"),
+    *("embedding_learning_rate", "vector_learning_rate", "embedding_weight_decay", "vector_weight_decay"),
     *("adam_beta1", "adam_beta2", "adam_epsilon", "weight_decay", "ema_decay", "average_last", "max_grad_norm"),
     *("sequence_length", "document_masking", "seed"),
 )

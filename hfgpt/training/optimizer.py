@@ -1,4 +1,4 @@
-"""AdamW with GPT-2's weight decay groups, and Muon."""
+"""AdamW for all parameters, or Muon for the matrices of the blocks."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from hfgpt.config import PretrainConfig
 from hfgpt.distributed.device import native_precision
 from hfgpt.distributed.device_kinds import device_kind
+from hfgpt.training.parameter_groups import parameter_groups
 
 # The usual 0.95 ends with a 2 % higher loss in short runs with small batches (tests/benchmarks/LEDGER.md).
 MUON_MOMENTUM = 0.9
@@ -19,30 +20,17 @@ MUON_MOMENTUM = 0.9
 BATCH_ELEMENTS = 2**23
 
 
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Split the trainable parameters: matrices and embeddings decay, biases and norms do not."""
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return [
-        {"params": [p for p in trainable if p.dim() >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in trainable if p.dim() < 2], "weight_decay": 0.0},
-    ]
-
-
 def build_optimizer(model: nn.Module, config: PretrainConfig) -> torch.optim.Optimizer:
     """Build AdamW for all parameters, or Muon for the matrices of the blocks and AdamW for the rest."""
-    groups, betas = parameter_groups(model, config.weight_decay), (config.adam_beta1, config.adam_beta2)
-    options: dict[str, Any] = {"lr": config.learning_rate, "betas": betas, "eps": config.adam_epsilon}
+    groups = parameter_groups(model, config)
+    options: dict[str, Any] = {"betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_epsilon}
     # The fused form can skip a step on the device, without a synchronisation, but not on every kind of device.
     has_fused_skip = device_kind(next(model.parameters()).device).has_fused_skip
     options["fused"] = has_fused_skip or None
     if config.optim == "adamw":
         return (torch.optim.AdamW if has_fused_skip else SkippingAdamW)(groups, **options)
-    matrices = [p for name, p in model.named_parameters() if ".h." in name and p.dim() == 2 and p.requires_grad]
-    taken = set(map(id, matrices))
-    groups = [{**group, "params": [p for p in group["params"] if id(p) not in taken]} for group in groups]
-    rate = config.muon_learning_rate or config.learning_rate
-    muon = BatchedMuon(matrices, rate, config.weight_decay, MUON_MOMENTUM)
-    muon.param_groups[0]["lr_scale"] = rate / config.learning_rate
+    matrices, *groups = groups
+    muon = BatchedMuon([matrices], momentum=MUON_MOMENTUM)
     return MuonWithAdamW(muon, torch.optim.AdamW(groups, **options))
 
 

@@ -25,6 +25,7 @@ from hfgpt.model.configuration_gpt2 import model_fields
 from hfgpt.model.flops import TYPICAL_MFU, parameter_counts, training_flops_per_token
 from hfgpt.model.memory import Setting, training_memory
 from hfgpt.settings.batch import Batch
+from hfgpt.training.parameter_groups import describe_groups, group_settings
 
 BUSY_SHARE = 0.25  # of a CPU that other programs use, from which on the plan mentions it
 
@@ -107,6 +108,7 @@ class Plan:
                 f"{config.lr_scheduler_type}: {config.warmup_steps} warm-up steps to {config.learning_rate:g}"
                 + ("; the run ends during warm-up" if config.warmup_steps > self.max_steps else ""),
             ),
+            *([("groups", groups)] if (groups := describe_groups(config)) else []),
             ("device", f"{self.device}; {self.precision.label} ({self.precision.reason})"),
             ("compile", f"{'on' if self.compile.enabled else 'off'} ({self.compile.reason})"),
             ("memory", f"about {rounded(memory / 2**30, 2)} GiB expected{sharing}{self._besides()}"),
@@ -159,6 +161,7 @@ class Plan:
             "tokens_per_step": self.batch.tokens_per_step,
             "max_steps": self.max_steps,
             "max_tokens": self.max_steps * self.batch.tokens_per_step,
+            "parameter_groups": {name: group._asdict() for name, group in group_settings(self.config).items()},
             "precision": asdict(self.precision),
             "torch_compile": asdict(self.compile),
             "text": self.text,

@@ -23,6 +23,7 @@ from hfgpt.training.attempts import attempts, fit_micro_batch
 from hfgpt.training.evaluating import evaluate
 from hfgpt.training.failures import how_to_continue, saved_on_failure
 from hfgpt.training.non_finite import Step
+from hfgpt.training.parameter_groups import own_learning_rates
 from hfgpt.training.run import TrainingRun
 from hfgpt.training.saving import finish_pushes, note_saved, record_lost_output, record_samples, save, write_report
 from hfgpt.training.setup import prepare
@@ -179,6 +180,7 @@ def log(run: TrainingRun) -> None:
     """Record the newest step. This is the only place where the loop waits for the device."""
     if not (logs := run.non_finite.read()):
         return
+    logs |= own_learning_rates(run.config, logs["learning_rate"])
     if run.source_losses:
         logs |= run.source_losses.read(run.machine.ranks, run.progress)
     if (peak := peak_memory_bytes(run.machine.accelerator.device)) is not None:  # trackers want numbers

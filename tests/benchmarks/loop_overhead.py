@@ -22,9 +22,9 @@ DETERMINISTIC = "bare loop, deterministic as ours"
 def bare_ours(gate: Gate, case: dict[str, Any], deterministic: bool = False) -> None:
     import torch
 
-    from hfgpt import GPT2LMHeadModel
+    from hfgpt import GPT2LMHeadModel, PretrainConfig
     from hfgpt.distributed.cpu import keep_freed_memory
-    from hfgpt.training.optimizer import parameter_groups
+    from hfgpt.training.parameter_groups import parameter_groups
 
     def forward(model: Any, ids: Any, labels: Any) -> Any:
         with torch.autocast("cpu", torch.bfloat16):
@@ -36,7 +36,8 @@ def bare_ours(gate: Gate, case: dict[str, Any], deterministic: bool = False) -> 
     targets = torch.tensor(float(case["B"] * case["T"]))
     model = GPT2LMHeadModel(train_step.stock_config(case)).train()
     model.compile(dynamic=False)
-    optimizer = torch.optim.AdamW(parameter_groups(model, 0.1), lr=1e-3, betas=(0.9, 0.95), fused=True)
+    groups = parameter_groups(model, PretrainConfig(max_steps=1, learning_rate=1e-3))
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True)
     train_step.bare(gate, case, model, optimizer, forward)
 
 

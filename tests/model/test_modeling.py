@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 from transformers import GPT2LMHeadModel as StockGPT2
 from transformers.activations import ACT2FN
 
-from hfgpt import PerplexityCallback
+from hfgpt import PerplexityCallback, PretrainConfig
 from hfgpt.errors import UserError
 from hfgpt.model import head_loss as head_loss_module
 from hfgpt.model import modeling_gpt2
@@ -27,7 +27,7 @@ from hfgpt.model.cpu_kernels import product_attention
 from hfgpt.model.flops import parameter_counts
 from hfgpt.model.head_loss import head_loss
 from hfgpt.model.modeling_gpt2 import GELU, GPT2LMHeadModel
-from hfgpt.training.optimizer import parameter_groups
+from hfgpt.training.parameter_groups import parameter_groups
 
 V, T = 97, 32
 
@@ -293,20 +293,23 @@ def test_sizes_have_the_published_parameter_counts():
         assert counted - model.transformer.wpe.weight.numel() == parameter_counts(config).without_positions
 
 
-def test_parameter_groups_partition_the_model():
+@pytest.mark.parametrize("tied", [True, False])
+def test_parameter_groups_partition_the_model(tied):
     with torch.device("meta"):
-        model = GPT2LMHeadModel(model_config("gpt2-125m"))
-    decayed, plain = parameter_groups(model, 0.1)
-    sizes = [(len(group["params"]), sum(p.numel() for p in group["params"])) for group in (decayed, plain)]
-    assert sizes == [(50, 124_318_464), (98, 121_344)]
-    both = [id(parameter) for group in (decayed, plain) for parameter in group["params"]]
-    assert len(both) == len(set(both)) and set(both) == {id(parameter) for parameter in model.parameters()}
+        model = GPT2LMHeadModel(model_config({"size": "gpt2-125m", "tie_word_embeddings": tied}))
+    groups = parameter_groups(model, PretrainConfig(max_steps=1))
+    sizes = [(len(group["params"]), sum(p.numel() for p in group["params"])) for group in groups]
+    table = 50_257 * 768  # an untied head is one more embedding
+    embeddings = (2, table + 1024 * 768) if tied else (3, 2 * table + 1024 * 768)
+    assert sizes == [(48, 12 * 12 * 768**2), embeddings, (98, 121_344)]
+    each = [id(parameter) for group in groups for parameter in group["params"]]
+    assert len(each) == len(set(each)) and set(each) == {id(parameter) for parameter in model.parameters()}
 
 
 def test_decay_shrinks_matrices_and_leaves_norms():
     model = tiny()
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
-    optimizer = torch.optim.AdamW(parameter_groups(model, 0.1), lr=0.01)
+    optimizer = torch.optim.AdamW(parameter_groups(model, PretrainConfig(max_steps=1, learning_rate=0.01)))
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()

@@ -59,6 +59,31 @@ def test_each_update_is_torchs_own(batch_elements, monkeypatch):
         assert torch.equal(one, two)
 
 
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_each_group_has_its_rate_and_decay(name):
+    """With gradients of 0 an update is decay alone, and without decay the first one of AdamW is the rate."""
+    rates = {"learning_rate": 1e-2, "embedding_learning_rate": 3e-2, "vector_learning_rate": 2e-3}
+    decays = {"weight_decay": 0.2, "embedding_weight_decay": 0.05, "vector_weight_decay": 0.5}
+    model, optimizer = built(optim=name, **rates, **decays, **dict.fromkeys(["muon_learning_rate"]))
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    for group in optimizer.param_groups:
+        group["lr"] = group["lr_scale"] * 0.5e-2  # half of the peak
+    optimizer.step()
+    for key, parameter in model.named_parameters():
+        own = 1e-3 * 0.5 if parameter.dim() < 2 else 5e-3 * 0.2 if ".h." in key else 15e-3 * 0.05
+        torch.testing.assert_close(parameter.data, before[key] * (1 - own), msg=key)
+    model, optimizer = built(optim="adamw", **rates, weight_decay=0, muon_learning_rate=None)
+    before = {key: parameter.detach().clone() for key, parameter in model.named_parameters()}
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    for key, parameter in model.named_parameters():
+        own = 2e-3 if parameter.dim() < 2 else 1e-2 if ".h." in key else 3e-2
+        torch.testing.assert_close(before[key] - parameter.data, torch.full_like(parameter, own), msg=key)
+
+
 def test_a_step_is_left_out_whole():
     model, optimizer = built()
     step(model, optimizer, 0)

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from hfgpt import Pretrainer, UserError
 from hfgpt.checkpointing import saver
-from hfgpt.training.optimizer import parameter_groups
+from hfgpt.training.parameter_groups import parameter_groups
 from hfgpt.training.saving import trainer_state
 
 STEP_KEYS = {"step", "num_input_tokens_seen", "time", "wall_seconds", "loss", "learning_rate", "grad_norm"} | {
@@ -69,7 +69,7 @@ def test_our_steps_equal_a_bare_loop_bit_for_bit(config):
     ours = trained(config())
     bare = prepared(config("bare"))  # the same initial weights, the same text
     model = bare.step.model
-    optimizer = torch.optim.AdamW(parameter_groups(model, 0.1), betas=(0.9, 0.95), eps=1e-8, fused=True)
+    optimizer = torch.optim.AdamW(parameter_groups(model, bare.config), betas=(0.9, 0.95), eps=1e-8, fused=True)
     losses = []
     for step in range(1, 7):
         tokens = torch.from_numpy(next(bare.batches).blocks)
