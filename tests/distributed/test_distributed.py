@@ -84,8 +84,8 @@ def test_one_process_two_and_two_that_share_the_model_are_one_run(launch, optim)
     """8 blocks x 2 on one process are 4 x 2 on two."""
     flags = ["--optim", optim, "--average_last", "0.5"]
     one = launch("one", "one", "--per_device_train_batch_size", "8", *flags)
-    for kind in ("ddp", "fsdp2") if optim == "adamw" else ("fsdp2",):
-        python = sys.executable if kind == "ddp" else FORK  # once as a user starts it
+    for kind in ("ddp", "fsdp2"):
+        python = sys.executable if (kind, optim) == ("ddp", "adamw") else FORK  # once as a user starts it
         two = launch(kind, kind, "--per_device_train_batch_size", "4", *flags, python=python)
         tolerance = 2e-5 if optim == "adamw" else 4e-3  # Muon rounds its updates to bf16
         assert_same(one, two, tolerance)
@@ -98,6 +98,26 @@ def test_one_process_two_and_two_that_share_the_model_are_one_run(launch, optim)
         model, info = AutoModelForCausalLM.from_pretrained(two / "checkpoint-latest", output_loading_info=True)
         assert not info["missing_keys"] and not info["unexpected_keys"]
         assert model.config.architectures == ["GPT2LMHeadModel"]
+
+
+@pytest.mark.slow
+def test_a_run_with_muon_and_rates_of_its_groups_resumes_as_another_kind(launch, tmp_path):
+    rates = ["--optim", "muon", "--muon_learning_rate", "2e-2", "--embedding_learning_rate", "3e-2"]
+    rates += ["--vector_learning_rate", "5e-3", "--embedding_weight_decay", "0.2"]
+    whole = launch("one", "whole", "--per_device_train_batch_size", "8", *rates)
+    moved = tmp_path / "moved"
+    shutil.copytree(whole / "checkpoint-2", moved / "checkpoint-2")
+    resume = ["--resume_from_checkpoint", "latest", "--per_device_train_batch_size", "4", *rates]
+    for kind, steps in (("ddp", "3"), ("fsdp2", "4"), ("one", "5"), ("fsdp2", "6")):
+        launch(kind, "moved", *resume, "--max_steps", steps)
+    first, second = ([{**line, "time": 0} for line in lines(folder)] for folder in (whole, moved))
+    keys = ["learning_rate", "muon_learning_rate", "embedding_learning_rate", "vector_learning_rate"]
+    assert [[line[key] for key in keys] for line in second] == [[line[key] for key in keys] for line in first[2:]]
+    assert [line["loss"] for line in second] == pytest.approx([line["loss"] for line in first[2:]], abs=4e-3)
+    ours, theirs = (load_file(run / "checkpoint-6/training_state/optimizer.safetensors") for run in (whole, moved))
+    assert ours.keys() == theirs.keys()
+    for key in ours:
+        torch.testing.assert_close(theirs[key], ours[key], atol=4e-3, rtol=1e-4)
 
 
 @pytest.mark.slow

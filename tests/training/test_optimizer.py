@@ -9,7 +9,7 @@ from transformers import GPT2Config
 
 from hfgpt import PretrainConfig, UserError
 from hfgpt.model.modeling_gpt2 import GPT2LMHeadModel
-from hfgpt.training import optimizer as optim
+from hfgpt.training import muon, muon_shares
 from hfgpt.training.optimizer import build_optimizer
 
 RATES = {"learning_rate": 1e-2, "muon_learning_rate": 3e-2, "weight_decay": 0.2}
@@ -33,28 +33,29 @@ def step(model, optimizer, seed):
 def test_muon_takes_the_matrices_of_the_blocks_and_adamw_all_else():
     model, optimizer = built()
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    muon, decayed, plain = ([names[id(p)] for p in group["params"]] for group in optimizer.param_groups)
-    assert len(muon) == 4 * MODEL["n_layer"] and all(".h." in name and name.endswith(".weight") for name in muon)
-    assert decayed == ["transformer.wte.weight", "transformer.wpe.weight"]
-    assert sorted([*muon, *decayed, *plain]) == sorted(names.values())
+    matrices, embeddings, vectors = ([names[id(p)] for p in group["params"]] for group in optimizer.param_groups)
+    assert len(matrices) == 4 * MODEL["n_layer"]
+    assert all(".h." in name and name.endswith(".weight") for name in matrices)
+    assert embeddings == ["transformer.wte.weight", "transformer.wpe.weight"]
+    assert sorted([*matrices, *embeddings, *vectors]) == sorted(names.values())
 
 
 @pytest.mark.parametrize("batch_elements", [2**23, 2 * 3 * MODEL["n_embd"] ** 2, 1])
 def test_each_update_is_torchs_own(batch_elements, monkeypatch):
-    monkeypatch.setattr(optim, "BATCH_ELEMENTS", batch_elements)
-    monkeypatch.setattr(optim, "native_precision", lambda device: "bf16")  # torch's Muon knows no other
+    monkeypatch.setattr(muon_shares, "BATCH_ELEMENTS", batch_elements)
+    monkeypatch.setattr(muon, "native_precision", lambda device: "bf16")  # torch's Muon knows no other
     model, optimizer = built()
     other, _ = built()
     matrices = [p for name, p in other.named_parameters() if ".h." in name and p.dim() == 2]
     rest = [p for p in other.parameters() if all(p is not matrix for matrix in matrices)]
     groups = [{"params": [p for p in rest if p.dim() > 1], "weight_decay": 0.2}]
     groups += [{"params": [p for p in rest if p.dim() == 1], "weight_decay": 0.0}]
-    muon = torch.optim.Muon(matrices, 3e-2, 0.2, momentum=0.9, adjust_lr_fn="match_rms_adamw")
+    torchs = torch.optim.Muon(matrices, 3e-2, 0.2, momentum=0.9, adjust_lr_fn="match_rms_adamw")
     adamw = torch.optim.AdamW(groups, 1e-2, (0.9, 0.95), fused=True)
     for seed in range(3):
         step(model, optimizer, seed)
         step(other, adamw, seed)
-        muon.step()
+        torchs.step()
     for one, two in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(one, two)
 
@@ -105,11 +106,11 @@ def test_a_rate_for_muon_alone_is_refused_with_adamw():
 
 @pytest.mark.parametrize(("count", "rows", "columns"), [(1, 512, 128), (3, 96, 32), (2, 32, 96), (1, 7, 1)])
 def test_orthogonalised_together_or_alone_each_is_torchs_own(count, rows, columns, monkeypatch):
-    monkeypatch.setattr(optim, "native_precision", lambda device: "bf16")
+    monkeypatch.setattr(muon, "native_precision", lambda device: "bf16")
     torch.manual_seed(0)
     matrices = [torch.nn.Parameter(torch.randn(rows, columns)) for _ in range(count)]
     others = [torch.nn.Parameter(matrix.detach().clone()) for matrix in matrices]
-    ours = optim.BatchedMuon(matrices, 1e-2, 0.1, 0.9)
+    ours = muon.BatchedMuon(matrices, 1e-2, 0.1, 0.9)
     torchs = torch.optim.Muon(others, 1e-2, 0.1, 0.9, adjust_lr_fn="match_rms_adamw")
     for _ in range(2):
         for one, two in zip(matrices, others, strict=True):
@@ -123,13 +124,13 @@ def test_orthogonalised_together_or_alone_each_is_torchs_own(count, rows, column
 @pytest.mark.parametrize("precision", ["no", "fp16"])
 def test_without_bf16_instructions_muon_computes_in_float32(precision, monkeypatch):
     """Near to bf16, whose three digits five rounds of the iteration leave."""
-    monkeypatch.setattr(optim, "native_precision", lambda device: precision)
+    monkeypatch.setattr(muon, "native_precision", lambda device: precision)
     matrix = torch.nn.Parameter(torch.zeros(96, 32))
     torchs = torch.nn.Parameter(torch.zeros(96, 32))
     matrix.grad = torchs.grad = torch.randn(96, 32, generator=torch.Generator().manual_seed(0))
-    optim.BatchedMuon([matrix], 1e-2, 0.1, 0.9).step()
+    muon.BatchedMuon([matrix], 1e-2, 0.1, 0.9).step()
     torch.optim.Muon([torchs], 1e-2, 0.1, 0.9, adjust_lr_fn="match_rms_adamw").step()
     assert not torch.equal(matrix, torchs)
     assert (matrix - torchs).norm() < 0.02 * torchs.norm()
-    exact = optim.orthogonalize(matrix.grad[None].double(), (3.4445, -4.775, 2.0315), 5, 1e-7)
+    exact = muon.orthogonalize(matrix.grad[None].double(), (3.4445, -4.775, 2.0315), 5, 1e-7)
     assert (matrix / matrix.norm() + exact[0] / exact.norm()).norm() < 1e-5
