@@ -1,9 +1,13 @@
 """One process against several on the same cores or cards, and our loop against bare DDP.
 
     python tests/benchmarks/processes.py [--processes 2] [--rounds 5] [-- --any_recipe_flag value ...]
+    python tests/benchmarks/processes.py --optim adamw muon [--fsdp] [--steps 1] [-- --any_recipe_flag value ...]
 
 Each process count runs alone, several times in turn. Within a run our loop (text, step, log) and a bare one (the same
 model under torch's DistributedDataParallel, one batch that is there, no log) take steps in turn.
+
+With --optim, optimizers take steps in turn on one model, on all processes: seconds of a step, of the optimizer in it,
+and the largest memory of each process.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ import argparse
 import copy
 import json
 import os
+import resource
 import statistics
 import subprocess
 import sys
@@ -89,14 +94,74 @@ def worker(rounds: int, flags: list[str]) -> None:
         accelerator.end_training()
 
 
+def optimizers(names: list[str], rounds: int, steps: int, flags: list[str]) -> None:
+    """One process of a run: seconds per step with each optimizer and seconds of its update, printed by the main one."""
+    from dataclasses import replace
+
+    from hfgpt import PretrainConfig
+    from hfgpt.distributed.stop_signals import StopSignals
+    from hfgpt.training.optimizer import build_optimizer
+    from hfgpt.training.setup import prepare
+
+    with tempfile.TemporaryDirectory() as folder:
+        config = PretrainConfig.from_cli(argv=[*FLAGS, "--output_dir", folder, "--max_steps", "1000", *flags])
+        run = prepare(config, (), StopSignals())
+        take, ranks = run.step, run.machine.ranks
+        seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
+        built = {name: build_optimizer(take.model, replace(config, optim=name)) for name in names}
+        inputs = take.to_tensors(next(run.batches).blocks)
+        for turn in range(rounds * steps):
+            for name, optimizer in built.items():
+                take.optimizer = take.scaled_optimizer = optimizer
+                marks = [0.0]
+                optimizer.register_step_pre_hook(lambda *_, marks=marks: marks.append(time.perf_counter()))
+                ranks.gather(None)
+                marks[0] = time.perf_counter()
+                take(*inputs, 1)
+                end = time.perf_counter()
+                if turn >= steps:  # the first round warms up
+                    seconds[name].append((end - marks[0], end - marks[1]))
+        memory = ranks.gather(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)
+        if run.is_main:
+            found = {name: [statistics.median(part) for part in zip(*times, strict=True)] for name, times in seconds.items()}
+            print("RESULT", json.dumps({"seconds": found, "memory_gib": memory, "step": str(take.batch)}), flush=True)
+        run.batches.close()
+        run.folder.close()
+        run.machine.accelerator.end_training()
+
+
+def compare_optimizers(options: argparse.Namespace) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={options.processes}"]
+    command += [__file__, "--worker", "--rounds", str(options.rounds), "--steps", str(options.steps)]
+    command += ["--optim", *options.optim, "--", *options.flags]
+    env = {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "FSDP_VERSION": "2"}
+    env |= {"ACCELERATE_USE_FSDP": "true"} if options.fsdp else {}
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **env})
+    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    if not lines:
+        sys.exit(done.stderr)
+    result = json.loads(lines[-1].removeprefix("RESULT "))
+    print(f"{options.processes} processes, {'FSDP2' if options.fsdp else 'DDP'}: {result['step']}")
+    for name, (step, update) in result["seconds"].items():
+        print(f"{name}: step {step:.2f} s, of which the optimizer {update:.2f} s")
+    print(f"largest memory: {', '.join(f'{one:.2f} GiB' for one in result['memory_gib'])}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--optim", nargs="+", choices=("adamw", "muon"), help="compare these instead")
+    parser.add_argument("--fsdp", action="store_true", help="with --optim: FSDP2 instead of DDP")
+    parser.add_argument("--steps", type=int, default=1, help="with --optim: in each round")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("flags", nargs="*", help="of the recipe, after --")
     options = parser.parse_args()
+    if options.optim and options.worker:
+        return optimizers(options.optim, options.rounds, options.steps, options.flags)
+    if options.optim:
+        return compare_optimizers(options)
     if options.worker:
         return worker(options.rounds, options.flags)
     found: dict[int, list[dict]] = {1: [], options.processes: []}

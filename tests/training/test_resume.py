@@ -254,6 +254,25 @@ def test_another_number_of_threads_at_resume_is_said_and_recorded(config, caplog
     assert record["changed_settings"] == {"max_steps": {"from": 6, "to": 7}, **expected}
 
 
+def test_rates_of_groups_are_in_plan_and_records_and_so_is_a_change_of_them(config, capsys):
+    own = {"embedding_learning_rate": 3e-2, "vector_learning_rate": 2e-3, "embedding_weight_decay": 0}
+    run = trained(config(max_steps=4, **own))
+    matrices, embeddings, vectors = "matrices 0.01 (weight decay 0.1)", "embeddings 0.03 (weight decay 0)", "vectors 0.002"
+    assert f"groups   {matrices}; {embeddings}; {vectors} (weight decay 0)" in capsys.readouterr().out
+    groups = json.loads(run.folder.run_json.read_text())["plan"]["parameter_groups"]
+    assert groups["embeddings"] == {"learning_rate": 3e-2, "weight_decay": 0}
+    assert groups["vectors"] == {"learning_rate": 2e-3, "weight_decay": 0}
+    for line in records(run):
+        assert line["embedding_learning_rate"] == pytest.approx(3 * line["learning_rate"])
+        assert line["vector_learning_rate"] == pytest.approx(0.2 * line["learning_rate"])
+    options = {"max_steps": 6, "resume_from_checkpoint": "latest", "lr_schedule_on_resume": "stretch"}
+    resumed = trained(config(**{**own, **options, "embedding_learning_rate": None}))
+    [record] = records(resumed, "changed_settings")
+    assert record["changed_settings"]["embedding_learning_rate"] == {"from": 3e-2, "to": None}
+    assert {"vector_learning_rate", "embedding_weight_decay"}.isdisjoint(record["changed_settings"])
+    assert "embedding_learning_rate" not in records(resumed)[-1] and "vector_learning_rate" in records(resumed)[-1]
+
+
 class SignalAt(TrainerCallback):
     """As a signal that arrives at the end of a step, before its evaluation; at the step of a start: at once."""
 
