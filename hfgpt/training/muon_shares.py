@@ -32,9 +32,7 @@ def plan_rounds(parameters: list[nn.Parameter], world_size: int) -> list[Round]:
         if same is None:
             batches[rank].append(same := [])
         same.append(parameter)
-    return [
-        [own[number] if number < len(own) else [] for own in batches] for number in range(max(map(len, batches)))
-    ]
+    return [[own[number] if number < len(own) else [] for own in batches] for number in range(max(map(len, batches)))]
 
 
 def _cost(parameter: nn.Parameter) -> int:
@@ -115,7 +113,7 @@ class Shares:
         return max(0, min(chunk, rows - rank * chunk))
 
     def _exchange(
-        self, parts: Sequence[Tensor], splits: list[int], shapes: list[tuple[int, ...]], finish: Callable[..., Any]
+        self, parts: Sequence[Tensor], splits: list[int], shapes: Sequence[tuple[int, ...]], finish: Callable[..., Any]
     ) -> Pending:
         """Send `splits[rank]` elements of `parts` to each rank, and receive tensors with `shapes` from them."""
         sent = torch.cat([part.flatten() for part in parts]).to(self.dtype)

@@ -8,11 +8,8 @@ from torch import nn
 
 from hfgpt.config import PretrainConfig
 
-OWN_RATES = {
-    "matrices": "muon_learning_rate",
-    "embeddings": "embedding_learning_rate",
-    "vectors": "vector_learning_rate",
-}
+OWN_RATES = ("muon_learning_rate", "embedding_learning_rate", "vector_learning_rate")
+OWN_DECAYS = ("embedding_weight_decay", "vector_weight_decay")
 
 
 class Group(NamedTuple):
@@ -27,22 +24,21 @@ def group_settings(config: PretrainConfig) -> dict[str, Group]:
 
     matrices: of the blocks. embeddings: of tokens and positions, and the head, tied or not. vectors: biases and norms.
     """
-    decays = {"matrices": config.weight_decay, "embeddings": config.embedding_weight_decay}
-    decays["vectors"] = config.vector_weight_decay or 0.0
-    groups = {}
-    for name, key in OWN_RATES.items():
-        decay = decays[name]
-        rate = getattr(config, key) or config.learning_rate
-        groups[name] = Group(rate, config.weight_decay if decay is None else decay)
-    return groups
+    rate, decay, of_embeddings = config.learning_rate, config.weight_decay, config.embedding_weight_decay
+    return {
+        "matrices": Group(config.muon_learning_rate or rate, decay),
+        "embeddings": Group(config.embedding_learning_rate or rate, decay if of_embeddings is None else of_embeddings),
+        "vectors": Group(config.vector_learning_rate or rate, config.vector_weight_decay or 0.0),
+    }
 
 
 def parameter_groups(model: nn.Module, config: PretrainConfig) -> list[dict[str, Any]]:
     """Return the trainable parameters as an optimizer's groups, in the order of `group_settings`."""
-    params: dict[str, list[nn.Parameter]] = {name: [] for name in OWN_RATES}
+    params: dict[str, list[nn.Parameter]] = {name: [] for name in group_settings(config)}
     for name, parameter in model.named_parameters():  # which has a tied head once, as the embedding
         if parameter.requires_grad:
-            params["vectors" if parameter.dim() < 2 else "matrices" if ".h." in name else "embeddings"].append(parameter)
+            group = "vectors" if parameter.dim() < 2 else "matrices" if ".h." in name else "embeddings"
+            params[group].append(parameter)
     return [
         {
             "params": params[name],
@@ -56,14 +52,13 @@ def parameter_groups(model: nn.Module, config: PretrainConfig) -> list[dict[str,
 
 def own_learning_rates(config: PretrainConfig, learning_rate: float) -> dict[str, float]:
     """Return the rates of groups with a rate of their own, by setting, in the step in which others have this one."""
-    own = {key: getattr(config, key) for key in OWN_RATES.values()}
+    own = {key: getattr(config, key) for key in OWN_RATES}
     return {key: peak / config.learning_rate * learning_rate for key, peak in own.items() if peak is not None}
 
 
 def describe_groups(config: PretrainConfig) -> str:
     """Describe the peak rates and decays of the groups for the plan; empty if none has its own."""
-    keys = (*OWN_RATES.values(), "embedding_weight_decay", "vector_weight_decay")
-    if all(getattr(config, key) is None for key in keys):
+    if all(getattr(config, key) is None for key in (*OWN_RATES, *OWN_DECAYS)):
         return ""
     groups = group_settings(config).items()
     return "; ".join(f"{name} {group.learning_rate:g} (weight decay {group.weight_decay:g})" for name, group in groups)

@@ -123,7 +123,7 @@ def optimizers(names: list[str], rounds: int, steps: int, flags: list[str]) -> N
                     seconds[name].append((end - marks[0], end - marks[1]))
         memory = ranks.gather(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)
         if run.is_main:
-            found = {name: [statistics.median(part) for part in zip(*times, strict=True)] for name, times in seconds.items()}
+            found = {name: list(map(statistics.median, zip(*times, strict=True))) for name, times in seconds.items()}
             print("RESULT", json.dumps({"seconds": found, "memory_gib": memory, "step": str(take.batch)}), flush=True)
         run.batches.close()
         run.folder.close()
