@@ -147,11 +147,11 @@ def _resolve_settings(config: dict[str, Any], run: PastRun) -> dict[str, Any]:
     plan = run.plan
     if settings["min_learning_rate"] is None and number(settings["learning_rate"]):
         settings["min_learning_rate"] = 0.1 * settings["learning_rate"]
-    rates = dict.fromkeys(("embedding_learning_rate", "vector_learning_rate"), settings["learning_rate"])
-    if settings["optim"] == "muon":
-        rates["muon_learning_rate"] = settings["learning_rate"]
-    decays = {"embedding_weight_decay": settings["weight_decay"], "vector_weight_decay": 0.0}
-    settings |= {key: value for key, value in (rates | decays).items() if settings[key] is None}
+    if settings["optim"] == "muon" and settings["muon_learning_rate"] is None:
+        settings["muon_learning_rate"] = settings["learning_rate"]
+    usual = dict.fromkeys(("embedding_learning_rate", "vector_learning_rate"), settings["learning_rate"])
+    usual |= {"embedding_weight_decay": settings["weight_decay"], "vector_weight_decay": 0.0}
+    settings |= {key: None for key, value in usual.items() if settings[key] == value}  # as if it were not stated
     if settings["per_device_eval_batch_size"] is None:
         settings["per_device_eval_batch_size"] = plan["micro_batch"]
     chosen = {

@@ -265,7 +265,8 @@ def test_equal_flops_of_two_sizes(tmp_path):
 
 
 def test_settings_are_compared_as_resolved(tmp_path):
-    a = write_run(tmp_path / "a", config={"min_learning_rate": None, "weight_decay": 0.1})
+    own = {"embedding_learning_rate": 0.001, "vector_weight_decay": 0}  # those of a run that does not state them
+    a = write_run(tmp_path / "a", config={"min_learning_rate": None, "weight_decay": 0.1, **own})
     b = write_run(tmp_path / "b", config={"min_learning_rate": 1e-4, "per_device_eval_batch_size": 4})
     assert compared(a, b)["settings_that_differ"] == {}
     c = write_run(tmp_path / "c", config={"learning_rate": 2e-3}, precision="bf16")
