@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import re
 import typing
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -15,7 +17,7 @@ from hfgpt.errors import UserError
 from hfgpt.files import local_path
 from hfgpt.messages.formats import shown
 from hfgpt.model.configuration_gpt2 import MODEL_SIZES
-from hfgpt.settings.batch import Batch, split_step
+from hfgpt.settings.batch import Batch, split_stages, split_step
 from hfgpt.settings.checks import (
     FRACTION,
     NAME,
@@ -32,6 +34,7 @@ from hfgpt.settings.checks import (
 from hfgpt.settings.field_types import AUTO, NO_VALUE, NOT_CONVERTIBLE, convert, describe
 from hfgpt.settings.layers import GaveWay, drop_of_another, merge_layers, read_flags, stated_size
 from hfgpt.settings.mixture import OF_SOURCE, Mixture, evaluation_texts, read_mixture, with_numbers
+from hfgpt.settings.step_sizes import StepSizes, as_stages
 
 Auto = Literal["auto"]
 Schedule = Literal["cosine_with_min_lr", "warmup_stable_decay", "linear", "constant", "constant_with_warmup"]
@@ -98,7 +101,12 @@ class PretrainConfig:
     )
     streaming: bool | Auto = _f("auto", "stream documents, or load the text into memory; auto: by size")
     sequence_length: int = _f(1024, "tokens per sequence in training", POSITIVE)
-    tokens_per_step: int | None = _f(None, "target tokens per step, over all processes", POSITIVE)
+    tokens_per_step: int | list[list[int]] | None = _f(
+        None,
+        "target tokens per step, over all processes; or stages that grow: [[0, 65536], [1e9, 524288]], each with the "
+        "tokens seen from which it holds",
+        POSITIVE,
+    )
     per_device_train_batch_size: int | Auto = _f(
         8, "micro-batch: sequences per forward pass on one process; auto: the fastest that fits", POSITIVE
     )
@@ -223,6 +231,9 @@ class PretrainConfig:
                     object.__setattr__(self, spec.name, local_path(path))
                 except ValueError as error:
                     problems.append(f"{spec.name}={shown(path)}: {error}")
+        match self.tokens_per_step:
+            case [[0, tokens]]:  # one stage is the whole run
+                object.__setattr__(self, "tokens_per_step", tokens)
         for name in ("dataset", "stages"):
             object.__setattr__(self, name, with_numbers(getattr(self, name)))
         if not self.metric_for_best_model.startswith("eval_"):
@@ -351,17 +362,27 @@ class PretrainConfig:
     def batch(self, processes: int) -> Batch:
         """Split one step over `processes`, with micro-batches of one block if the micro-batch is "auto".
 
-        Raises UserError, with a list of sizes that fit, if the step cannot be split evenly.
+        If steps grow in stages, the `Batch` is that of their greatest common divisor. Raises UserError, with a list of
+        sizes that fit, if a step cannot be split evenly.
         """
-        return split_step(
-            self.tokens_per_step,
-            1 if isinstance(self.per_device_train_batch_size, str) else self.per_device_train_batch_size,
-            self.sequence_length,
-            self.gradient_accumulation_steps,
-            processes,
+        micro_batch = 1 if isinstance(self.per_device_train_batch_size, str) else self.per_device_train_batch_size
+        how = micro_batch, self.sequence_length, self.gradient_accumulation_steps, processes
+        if isinstance(self.tokens_per_step, list):
+            return split_stages(self.tokens_per_step, *how)
+        return split_step(self.tokens_per_step, *how)
+
+    def largest_step(self, batch: Batch) -> Batch:
+        """Return the split of the largest step, given that of what divides all of them."""
+        stages = self.tokens_per_step if isinstance(self.tokens_per_step, list) else []
+        return batch.of(max((size for _, size in stages), default=batch.tokens_per_step) // self.sequence_length)
+
+    def step_sizes(self, batch: Batch, step: int = 0, tokens: int = 0) -> StepSizes:
+        """Return the sizes of the steps from `step` on, after `tokens` tokens."""
+        return StepSizes.plan(
+            as_stages(self.tokens_per_step or batch.tokens_per_step), self.sequence_length, step, tokens
         )
 
-    def total_steps(self, batch: Batch, epoch_blocks: int | None) -> int:
+    def total_steps(self, sizes: StepSizes, epoch_blocks: int | None) -> int:
         """Return the length of the run in steps.
 
         epoch_blocks: blocks in one pass over the text, or None if the text is streamed.
@@ -369,14 +390,14 @@ class PretrainConfig:
         if self.max_steps is not None:
             return self.max_steps
         if self.max_tokens is not None:
-            return max(1, self.max_tokens // batch.tokens_per_step)
+            return max(1, math.floor(sizes.steps_at(self.max_tokens)))
         assert self.num_train_epochs is not None  # noqa: S101
         if epoch_blocks is None:
             raise UserError(
                 f"num_train_epochs={self.num_train_epochs}: the length of streamed text is not known in advance; "
                 "set max_steps or max_tokens, or load the text into memory with --streaming false"
             )
-        return max(1, round(self.num_train_epochs * epoch_blocks / batch.blocks_per_step))
+        return max(1, round(sizes.steps_with(Fraction(self.num_train_epochs * epoch_blocks))))
 
     def end_learning_rate(self) -> float:
         """Return the learning rate after the decay."""

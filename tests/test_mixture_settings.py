@@ -9,6 +9,7 @@ import pytest
 
 from hfgpt import PretrainConfig
 from hfgpt.errors import UserError
+from hfgpt.settings.step_sizes import StepSizes
 
 AB = [{"dataset": "a.txt", "weight": 0.7}, {"dataset": "b.txt", "weight": 0.3}]
 YAML = """
@@ -39,9 +40,11 @@ def test_a_mixture_in_yaml_over_a_recipe(tmp_path):
     first, second = config.mixture.stages
     assert first.weights == (Fraction(7, 10), Fraction(2, 10), Fraction(1, 10)) and first.until_tokens == 9 * 10**9
     assert second.weights == (Fraction(1, 5), Fraction(3, 10), Fraction(1, 2)) and second.until_tokens is None
-    assert [step for step, _ in config.mixture.schedule(10**6)] == [0, 9000]
-    assert [step for step, _ in config.mixture.schedule(10**6, 8000, 8 * 10**9 + 1)] == [8000, 9000]
-    assert [step for step, _ in config.mixture.schedule(10**6, 9500, 95 * 10**8)] == [9500]
+    assert [step for step, _ in config.mixture.schedule(StepSizes.plan([[0, 10**6]], 1))] == [0, 9000]
+    assert [
+        step for step, _ in config.mixture.schedule(StepSizes.plan([[0, 10**6]], 1, 8000, 8 * 10**9 + 1), 8000)
+    ] == [8000, 9000]
+    assert [step for step, _ in config.mixture.schedule(StepSizes.plan([[0, 10**6]], 1), 9500)] == [9500]
     numbers = [config.dataset[2]["weight"], config.stages[0]["until_tokens"], config.stages[1]["weights"]]
     assert numbers == [0.1, 9 * 10**9, [0.2, 0.3, 0.5]]  # YAML 1.1 takes 1e-1 and 9e9 for text
     own = config.of_text(config.mixture.sources[0].settings)

@@ -16,6 +16,7 @@ from hfgpt.data.document_stream import DocumentStream
 from hfgpt.data.loader import iterate
 from hfgpt.data.memory_blocks import MemoryBlocks
 from hfgpt.data.mixture import MixedStream
+from hfgpt.data.position import streams_of
 from hfgpt.data.run_text import prepare_data_of_run
 from hfgpt.data.source import text_hash
 from hfgpt.data.stream import Origin, StepBatch, Stream, UnitNumber, is_hash_of
@@ -23,6 +24,7 @@ from hfgpt.data.units import Unusable
 from hfgpt.errors import UserError
 from hfgpt.files import read_text_file
 from hfgpt.messages.formats import counted, shown
+from hfgpt.settings.step_sizes import StepSizes
 
 RESTORE = "restore the file from a copy, as its content is stored nowhere else"
 LEAKED = "of the validation text were trained on"
@@ -40,12 +42,12 @@ def audit(folder: str | Path) -> dict[str, Any]:
         problems.append(f"the ledger ends at step {len(steps)}, but the run reached step {last}")
     if steps != list(range(1, len(steps) + 1)):
         problems.append(f"the ledger's {len(steps)} lines are not steps 1 to {len(steps)}, each once")
-    plan, config = facts["plan"], PretrainConfig.of_run(facts["config"])
-    blocks_per_step = plan["micro_batch"] * plan["accumulation"] * plan["processes"]
+    config = PretrainConfig.of_run(facts["config"])
+    sizes = _step_sizes(run, facts, ledger)
     newest = next(iter(run.checkpoints()), None)
-    data = prepare_data_of_run(config, blocks_per_step, facts["config"], facts["data"], newest)
+    data = prepare_data_of_run(config, sizes, facts["config"], facts["data"], newest)
     for key, then in facts["data"].items():
-        if (now := data.train.fingerprint.get(key)) != then:
+        if (now := data.train.fingerprint.get(key)) != then and key != "blocks_per_step":
             problems.append(f"the text has changed since the run: {key} was {then!r} and is {now!r}")
     seen, skipped = _seen_documents(data.train), Counter[str]()
     same, tokens_of_sources = 0, None
@@ -77,7 +79,7 @@ def audit(folder: str | Path) -> dict[str, Any]:
         "run": str(folder),
         "steps": len(steps),
         "steps_as_recorded": same,
-        "tokens": same * plan["tokens_per_step"],
+        "tokens": sizes.tokens_after(same),
         **_count_documents(seen),
         **({"sources": sources} if sources else {}),
         **({"not_checked": why} if (why := _why_not_checked(data.train)) else {}),
@@ -114,6 +116,16 @@ def _why_not_checked(stream: Stream) -> str:
     return in_memory if whole else ""
 
 
+def _step_sizes(run: RunFolder, facts: dict[str, Any], ledger: list[dict[str, Any]]) -> StepSizes:
+    """Return the blocks of each step, which a resume may have changed from there on."""
+    changes = [record["blocks_per_step"] for record in run.records() if record.get("blocks_per_step")]
+    sizes = StepSizes.read([facts["data"].get("blocks_per_step"), *changes][-1], facts["plan"]["sequence_length"])
+    if sizes is None:
+        raise UserError(f"run {run.path}: run.json without the sizes of a step; give a run folder")
+    streams = streams_of(ledger[0]["position"]) if ledger else None
+    return dataclasses.replace(sizes, streams=streams if streams and not sizes.common % streams else None)
+
+
 def _follow_changes(stream: MixedStream, run: RunFolder, ledger: list[dict[str, Any]]) -> None:
     """Use the weights that the run has recorded: those of its start, or of its last resume.
 
@@ -144,14 +156,18 @@ def _read_run(run: RunFolder) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     except (OSError, ValueError, RecursionError) as error:
         reason = shown(getattr(error, "strerror", None) or str(error))
         raise UserError(f"run {run.path}: {where} cannot be read ({reason}); {RESTORE}") from None
-    sizes = ("micro_batch", "accumulation", "processes", "tokens_per_step")
     wrong = None
     if not isinstance(facts, dict) or not all(isinstance(facts.get(key), dict) for key in ("config", "data", "plan")):
         wrong = "run.json without config, data and plan"
-    elif not all(is_count(facts["plan"].get(key)) for key in sizes):
+    elif not is_count(facts["plan"].get("sequence_length")):
         wrong = "run.json without the sizes of a step"
     for number, line in enumerate(ledger, start=1):
-        if not (isinstance(line, dict) and is_count(line.get("step")) and {"batch_hash", "position"} <= line.keys()):
+        if not (
+            isinstance(line, dict)
+            and is_count(line.get("step"))
+            and "batch_hash" in line
+            and isinstance(line.get("position"), dict)
+        ):
             wrong = wrong or f"line {number} of ledger.jsonl without a step, hash or position"
     if wrong:
         fix = RESTORE if wrong.startswith("line") else "give a run folder"

@@ -45,12 +45,13 @@ FORMS: dict[str, dict[str, Check]] = {
         "num_input_tokens_seen": is_count,
         "wall_seconds": _is_amount,
         "config": _is_object,
-        "schedule": _has({"curve_steps": is_count, "since": is_count, "at": _is_amount, "pace": _is_amount}),
+        "schedule": _has({"curve_steps": _is_amount, "since": is_count, "at": _is_amount, "pace": _is_amount}),
         "skipped_rows": lambda value: isinstance(value, dict) and all(map(is_count, value.values())),
         "evaluation": _or_null(_has({"eval_loss": _is_amount, "eval_perplexity": _is_amount, "eval_tokens": is_count})),
         "evaluation_step": is_count,
         "gradient_scaler": _or_null(_is_object),
         "average": _or_null(_has({"steps": is_count, "is_model": lambda value: isinstance(value, bool)})),
+        "sized_since": lambda value: isinstance(value, list) and len(value) == 2 and all(map(is_count, value)),
     },
     "data_state": {"fingerprint": _is_object, "position": _is_object},
 }
@@ -62,7 +63,8 @@ def read_state(folder: Path, name: str) -> dict[str, Any]:
     try:
         state = json.loads(read_text_file(path))
         if name == "trainer_state" and isinstance(state, dict):
-            state.setdefault("average", None)  # as in checkpoints of earlier versions
+            for key, earlier in (("average", None), ("sized_since", [0, 0])):  # as in checkpoints of earlier versions
+                state.setdefault(key, earlier)
         wrong = _wrong_keys(state, FORMS[name]) if isinstance(state, dict) else ["not an object"]
     except (OSError, ValueError, RecursionError) as error:
         wrong = [f"{type(error).__name__}: {error}"]

@@ -7,7 +7,7 @@ import math
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice, repeat
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,6 +22,7 @@ from hfgpt.data.threads import start_together
 from hfgpt.data.units import IN_MEMORY_BYTES, Row, Unit, Unusable
 from hfgpt.data.unusable import fix_of, no_documents
 from hfgpt.errors import TextEnded, UserError
+from hfgpt.settings.step_sizes import StepSizes
 
 MAX_STREAMS = 96
 PARTS_PER_STREAM = 8
@@ -67,12 +68,12 @@ class _Text(NamedTuple):
 class DocumentStream:
     """Blocks of shuffled documents, packed end to end, from a source of any size.
 
-    A step is split into V logical streams; V is the divisor of `blocks_per_step` up to 96 that has the most divisors
-    itself, so that it suits many world sizes. Each epoch permutes the units (split into parts if there are few). Stream
-    i reads every V-th part from the i-th on, shuffles the rows of each, and starts its next epoch independently. All of
-    this depends only on seed, epoch and place, so no random state is stored. Position: `{"streams": [[epoch, part, row,
-    token], ...]}`, for each stream the first token of its next block. Raises UserError if there are fewer rows than
-    streams. A stream that needs more than `max_epochs` raises TextEnded.
+    A step is split into V logical streams; V is the divisor of `blocks_per_step` (a number, or sizes that change) up to
+    96 that has the most divisors itself, so that it suits many world sizes. Each epoch permutes the units (split into
+    parts if there are few). Stream i reads every V-th part from the i-th on, shuffles the rows of each, and starts its
+    next epoch independently. All of this depends only on seed, epoch and place, so no random state is stored. Position:
+    `{"streams": [[epoch, part, row, token], ...]}`, for each stream the first token of its next block. Raises UserError
+    if there are fewer rows than streams. A stream that needs more than `max_epochs` raises TextEnded.
 
     Of a source with `by_file`, files are permuted (and split into parts), and the units of each part when the file is
     opened. The position then has [epoch, part, section, row, token], where a section is a unit or a part of one.
@@ -82,13 +83,15 @@ class DocumentStream:
     encoder: Encoder
     seed: int
     sequence_length: int
-    blocks_per_step: int
+    blocks_per_step: int | StepSizes
     fingerprint: dict[str, Any]
     max_epochs: int | None = None
 
     def __post_init__(self) -> None:
-        candidates = [n for n in divisors(self.blocks_per_step) if n <= MAX_STREAMS]
-        self.streams = self.divisible = max(candidates, key=lambda n: (len(divisors(n)), n))
+        self.sizes = StepSizes.of(self.blocks_per_step, self.sequence_length)
+        candidates = [n for n in divisors(self.sizes.common) if n <= MAX_STREAMS]
+        self.streams = self.sizes.streams or max(candidates, key=lambda n: (len(divisors(n)), n))
+        self.divisible = self.streams
         self.start = self.start_of_epoch(0)
         self._parts = self._split_units()
 
@@ -96,16 +99,14 @@ class DocumentStream:
         zeros = [0] * (4 if self.source.by_file else 3)
         return {"streams": [[epoch, *zeros] for _ in range(self.streams)]}
 
-    def steps(self, position: dict[str, Any], first: int, last: int) -> Iterator[StepBatch]:
+    def steps(self, position: dict[str, Any], first: int, last: int, step: int = 0) -> Iterator[StepBatch]:
         if (saved_streams := len(position["streams"])) != self.streams:
             raise UserError(
                 f"resume_from_checkpoint: position of {saved_streams} streams, but there are {self.streams}"
             )
-        counts = repeat(self.blocks_per_step // self.streams)
-        streams = self.start_reading(
-            [self.pack(i, position["streams"][i], counts) for i in range(first, last)], position["streams"], first
-        )
-        return map(join_batches, zip(*streams))  # noqa: B905 all of them are endless
+        cursors, V = position["streams"], self.streams
+        packs = [self.pack(i, cursors[i], (n // V for n in self.sizes.counts(step))) for i in range(first, last)]
+        return map(join_batches, zip(*self.start_reading(packs, cursors, first)))  # noqa: B905 all of them are endless
 
     def start_reading(
         self, packs: Sequence[Iterator[StepBatch]], cursors: Sequence[list[int]], first: int
@@ -246,7 +247,7 @@ class DocumentStream:
         return np.array([(i, part, count) for i, count in enumerate(counts) for part in range(count)], np.int64)
 
     def _too_few(self, found: str, skipped: Counter[str]) -> UserError:
-        smaller = f"use a smaller tokens_per_step (now {self.blocks_per_step} blocks) or streaming=false"
+        smaller = f"use a smaller tokens_per_step (now {self.sizes.common} blocks) or streaming=false"
         fix = fix_of(skipped) or smaller
         if copies := skipped["in_validation"]:
             fix = f"{copies} are also in the validation text: give another eval_dataset or more text"

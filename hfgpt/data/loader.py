@@ -22,22 +22,24 @@ from hfgpt.errors import RunError, UserError
 
 
 def iterate(
-    stream: Stream, position: dict[str, Any] | None, rank: int = 0, world: int = 1, num_workers: int = 0
+    stream: Stream, position: dict[str, Any] | None, rank: int = 0, world: int = 1, num_workers: int = 0, step: int = 0
 ) -> Generator[StepBatch, None, None]:
     """Yield this process's share of each step, endlessly, from `position` (of all processes; None: the start) on.
 
+    step: the first of these steps, from 0, because steps may grow.
     Workers read and encode ahead of time; text in memory needs none. Raises UserError if the step cannot be split over
     `world` processes, and for problems in the text, including those found by workers.
     """
     if stream.divisible % world:
         fitting = ", ".join(map(str, divisors(stream.divisible)))
+        sizes = " and ".join(str(blocks) for _, blocks in stream.sizes.stages)
         raise UserError(
-            f"tokens_per_step: {stream.blocks_per_step} blocks of sequence_length={stream.sequence_length} "
+            f"tokens_per_step: {sizes} blocks of sequence_length={stream.sequence_length} "
             f"cannot be split over {world} processes; numbers that fit: {fitting}"
         )
     share = stream.divisible // world
     workers = min(num_workers, share) if stream.streams else 0
-    return _load(_Share(stream, position or stream.start, rank * share, share), workers)
+    return _load(_Share(stream, position or stream.start, rank * share, share, step), workers)
 
 
 @dataclass(eq=False)
@@ -51,6 +53,7 @@ class _Share(torch.utils.data.IterableDataset[Any]):
     position: dict[str, Any]
     first: int
     count: int
+    step: int
 
     def __iter__(self) -> Iterator[StepBatch | UserError | RunError]:
         worker = torch.utils.data.get_worker_info()
@@ -60,9 +63,9 @@ class _Share(torch.utils.data.IterableDataset[Any]):
             for number in stop_signals():
                 signal.signal(number, signal.SIG_IGN)
             _end_with_parent()
-        borders = (self.first + self.count * i // workers for i in (w, w + 1))
+        first, last = (self.first + self.count * i // workers for i in (w, w + 1))
         try:
-            for batch in self.stream.steps(self.position, *borders):
+            for batch in self.stream.steps(self.position, first, last, self.step):
                 batch.retries += take_retries()
                 yield batch
         except (UserError, RunError) as error:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -13,6 +12,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 from hfgpt.data.permutation import hash_of, permutation
 from hfgpt.data.stream import SHOWN_TOKENS, Decode, StepBatch
 from hfgpt.errors import UserError
+from hfgpt.settings.step_sizes import StepSizes
 
 
 @dataclass(eq=False)
@@ -20,14 +20,14 @@ class MemoryBlocks:
     """Blocks of one contiguous run of `tokens`.
 
     Each epoch shifts the block borders by a phase and permutes the blocks; both depend on seed and epoch. Position:
-    `{"epoch": int, "block": int}`, the next block in the epoch's order. Raises UserError if there is less than one
-    block.
+    `{"epoch": int, "block": int}`, the next block in the epoch's order. `blocks_per_step`: a number, or sizes that
+    change. Raises UserError if there is less than one block.
     """
 
     tokens: np.ndarray
     seed: int
     sequence_length: int
-    blocks_per_step: int
+    blocks_per_step: int | StepSizes
     fingerprint: dict[str, Any]
     streams = 0
 
@@ -37,16 +37,18 @@ class MemoryBlocks:
                 f"dataset: {len(self.tokens):,} training tokens are fewer than one block, which needs "
                 f"sequence_length={self.sequence_length} plus one; use a shorter sequence_length or more text"
             )
-        self.divisible, self.start = self.blocks_per_step, self.start_of_epoch(0)
+        self.sizes = StepSizes.of(self.blocks_per_step, self.sequence_length)
+        self.divisible, self.start = self.sizes.common, self.start_of_epoch(0)
         self._phases = min(self.sequence_length, len(self.tokens) - self.sequence_length)
         self.blocks_per_epoch = (len(self.tokens) - self._phases) // self.sequence_length
 
     def start_of_epoch(self, epoch: int) -> dict[str, Any]:
         return {"epoch": epoch, "block": 0}
 
-    def steps(self, position: dict[str, Any], first: int, last: int) -> Iterator[StepBatch]:
-        for starts, after in self.advance(position, repeat(self.blocks_per_step)):
-            yield StepBatch(self.read(starts[first:last]), after)
+    def steps(self, position: dict[str, Any], first: int, last: int, step: int = 0) -> Iterator[StepBatch]:
+        for starts, after in self.advance(position, self.sizes.counts(step)):
+            each = len(starts) // self.divisible
+            yield StepBatch(self.read(starts[first * each : last * each]), after)
 
     def advance(self, position: dict[str, Any], counts: Iterable[int]) -> Iterator[tuple[np.ndarray, dict[str, Any]]]:
         """Yield where the next blocks start in `tokens`, for each of `counts`, and the position after them."""

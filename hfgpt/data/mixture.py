@@ -16,6 +16,7 @@ from hfgpt.data.memory_blocks import MemoryBlocks
 from hfgpt.data.mixture_readers import DocumentReader, MemoryReader, start_readers
 from hfgpt.data.stream import Decode, StepBatch
 from hfgpt.errors import TextEnded
+from hfgpt.settings.step_sizes import StepSizes
 
 Weights = tuple[Fraction, ...]
 
@@ -53,7 +54,8 @@ class MixedStream:
     own in each of them, so a process only reads its own; the blocks of a step are dealt so that these parts advance
     evenly. Sources in memory are read in order over the step. In a logical stream, blocks are sorted by source.
 
-    `schedule`: the weights, and the step from which they count (from 0). `max_epochs` by source: if a source is over,
+    `schedule`: the weights, and the step from which they count (from 0), as they do from where the step grows, too.
+    `max_epochs` by source: if a source is over,
     the stream raises TextEnded, or with `renormalises` (for sources in memory) goes on with the others. `over_at`: of a
     run that is audited, the sources that were over, by the step (from 0) from which they were.
     Position: `{"step": steps so far, "since": the step from which the weights have counted, "blocks": {source: number
@@ -66,7 +68,7 @@ class MixedStream:
     max_epochs: dict[str, int | None]
     renormalises: bool
     sequence_length: int
-    blocks_per_step: int
+    blocks_per_step: int | StepSizes
     fingerprint: dict[str, Any]
     over_at: dict[int, list[str]] = field(default_factory=dict)
 
@@ -74,7 +76,8 @@ class MixedStream:
         self.names = list(self.sources)
         of_documents = [one.streams for one in self.sources.values() if isinstance(one, DocumentStream)]
         self.streams = of_documents[0] if of_documents else 0
-        self.divisible = self.streams or self.blocks_per_step
+        self.sizes = StepSizes.of(self.blocks_per_step, self.sequence_length)
+        self.divisible = self.streams or self.sizes.common
         self.start = self.start_of_epoch(0)
         self._note_schedule()
 
@@ -125,7 +128,7 @@ class MixedStream:
         step, since, over = position["step"], position["since"], list(position["over"])
         blocks = [position["blocks"][name] for name in self.names]
         first, weights = self.stage(step)
-        if first > since:
+        if (first := max(first, self.sizes.first_step(step))) > since:
             since, blocks = first, [0] * len(blocks)
         if self.over_at.get(step, over) != over:
             over, since, blocks = self.over_at[step], step, [0] * len(blocks)
@@ -133,7 +136,7 @@ class MixedStream:
             left = [Fraction(0) if name in over else w for name, w in zip(self.names, weights, strict=True)]
             if not (total := sum(left)):
                 raise TextEnded(f"all sources with a weight have had their max_epochs: {', '.join(over)}")
-            counts = step_counts(self.blocks_per_step, tuple(w / total for w in left), blocks, step - since)
+            counts = step_counts(self.sizes.blocks(step), tuple(w / total for w in left), blocks, step - since)
             ended = [
                 name
                 for name, count in zip(self.names, counts, strict=True)
@@ -183,11 +186,11 @@ class MixedStream:
         these to the ones that are least ahead (Ryser's construction of a matrix of zeros and ones with given sums).
         """
         V, ahead = self.divisible, {name: np.array(of) for name, of in position["ahead"].items()}
-        if not ahead:  # all in memory, where a logical stream is one block
-            sources = np.repeat(np.arange(len(counts)), counts)
-            return (sources == np.arange(len(counts))[:, None]).astype(int), {}
+        if not ahead:  # all in memory, where logical streams are equal parts of the step
+            sources = np.repeat(np.arange(len(counts)), counts).reshape(V, -1)
+            return (sources == np.arange(len(counts))[:, None, None]).sum(axis=2), {}
         dealt = np.repeat(np.array(counts)[:, None] // V, V, axis=1)
-        needed = self.blocks_per_step // V - dealt.sum(axis=0)
+        needed = sum(counts) // V - dealt.sum(axis=0)
         for turn in range(len(counts)):  # the first one chooses freely, so another one in each step
             number = (turn - position["step"]) % len(counts)
             before = ahead.get(self.names[number], needed)
@@ -198,7 +201,8 @@ class MixedStream:
             ahead[name] += dealt[self.names.index(name)]
         return dealt, {name: (of - of.min()).tolist() for name, of in ahead.items()}
 
-    def steps(self, position: dict[str, Any], first: int, last: int) -> Iterator[StepBatch]:
+    def steps(self, position: dict[str, Any], first: int, last: int, step: int = 0) -> Iterator[StepBatch]:
+        assert step in (0, position["step"]), (step, position)  # noqa: S101 the position has it
         readers: list[MemoryReader | DocumentReader] = []
         for name, source in self.sources.items():
             place = position["sources"][name], first, last

@@ -64,13 +64,16 @@ def check_epochs(stream: MixedStream, position: dict[str, Any], max_steps: int) 
 def _blocks(stream: MixedStream, name: str, step: int, max_steps: int) -> tuple[Fraction, int]:
     """Return the exact share of a source from `step` to the end, in blocks; and the whole blocks of it at least."""
     number, exact, whole = stream.names.index(name), Fraction(0), 0
-    borders = [*(first for first, _ in stream.schedule), max_steps]
-    for (first, weights), last in zip(stream.schedule, borders[1:], strict=True):
-        steps = min(last, max_steps) - max(first, step)
-        if steps > 0:
-            of_stage = steps * stream.blocks_per_step * weights[number]
-            exact, whole = exact + of_stage, whole + math.floor(of_stage)
+    while step < max_steps:
+        last = _next_border(stream, step, max_steps)
+        of_stage = (last - step) * stream.sizes.blocks(step) * stream.stage(step)[1][number]
+        exact, whole, step = exact + of_stage, whole + math.floor(of_stage), last
     return exact, whole
+
+
+def _next_border(stream: MixedStream, step: int, max_steps: int) -> int:
+    """Return where, after `step`, the weights or the size of the step change next, or the run ends."""
+    return min([first for first, _ in (*stream.schedule, *stream.sizes.stages) if step < first] + [max_steps])
 
 
 def _until_the_end(
@@ -89,9 +92,9 @@ def _until_the_end(
         active = {name: w for name, w in zip(stream.names, weights, strict=True) if w and name not in over}
         if not active:
             break
-        rates = {name: stream.blocks_per_step * weight / sum(active.values()) for name, weight in active.items()}
+        rates = {name: stream.sizes.blocks(step) * weight / sum(active.values()) for name, weight in active.items()}
         lasts = {name: step + int(left[name] // rates[name]) for name in rates if name in left}
-        border = min([first for first, _ in stream.schedule if first > step] + [max_steps])
+        border = _next_border(stream, step, max_steps)
         last = min([border, *lasts.values()])
         for name, rate in rates.items():
             blocks[name] += (last - step) * rate

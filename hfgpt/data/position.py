@@ -62,6 +62,13 @@ def resumed_position(
     return stream.start_of_epoch(epoch + 1), words
 
 
+def streams_of(position: dict[str, Any]) -> int | None:
+    """Return the number of logical streams of a saved position; None if it has none."""
+    sources = position.get("sources", {"": position})
+    found = [of.get("streams") for of in sources.values() if isinstance(of, dict)] if isinstance(sources, dict) else []
+    return next((len(streams) for streams in found if streams and isinstance(streams, list)), None)
+
+
 def of_source(fingerprint: dict[str, Any] | None, name: str) -> dict[str, Any] | None:
     """Return the part of a mixture's fingerprint that is that of a source, None if it has none."""
     prefix = f"{name}{SOURCE}"

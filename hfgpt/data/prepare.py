@@ -32,6 +32,7 @@ from hfgpt.data.unusable import no_documents, note_on_text, note_unusable
 from hfgpt.errors import UserError
 from hfgpt.messages.formats import counted
 from hfgpt.messages.slow_progress import SlowWork
+from hfgpt.settings.step_sizes import StepSizes
 
 CHARACTER_SCAN_BYTES = 256 * 2**20
 # Compressed files are held in memory if they unpack to at most this many times IN_MEMORY_BYTES.
@@ -120,20 +121,21 @@ def open_text(
     return OpenText(config, source, documents, held_out, training, skipped, notes)
 
 
-def build_stream(text: OpenText, encoder: Encoder, blocks_per_step: int) -> tuple[MemoryBlocks | DocumentStream, str]:
+def build_stream(text: OpenText, encoder: Encoder, sizes: StepSizes) -> tuple[MemoryBlocks | DocumentStream, str]:
     """Return the stream of a text, and its description."""
-    fingerprint = _fingerprint(text.config, text.source, encoder, text.held_out, blocks_per_step)
+    fingerprint = _fingerprint(text.config, text.source, encoder, text.held_out, sizes)
     if text.documents is not None:
-        return _memory_blocks(encoder, text.held_out.documents, fingerprint, text.skipped)
+        return _memory_blocks(encoder, text.held_out.documents, fingerprint, text.skipped, sizes)
     fingerprint["stream"] = "documents"
-    train = DocumentStream(text.training, encoder, **_shape(fingerprint), fingerprint=fingerprint)
+    shape = fingerprint["seed"], fingerprint["sequence_length"], sizes
+    train = DocumentStream(text.training, encoder, *shape, fingerprint)
     units = counted(len(text.source.units), "file" if text.source.by_file else "unit")
     return train, f"document stream: {units} over {train.streams} streams"
 
 
 def prepare_data(
     config: PretrainConfig,
-    blocks_per_step: int,
+    sizes: StepSizes,
     tokenizer: PreTrainedTokenizerFast | None = None,
     saved: dict[str, Any] | None = None,
 ) -> TextData:
@@ -149,7 +151,7 @@ def prepare_data(
     text = open_text(config := of_run.config, source, of_run, saved)
     exclude_evaluated([text], [text.held_out], of_run)
     tokenizer, encoder = of_run.load(documents_for_tokenizer(config, [text])), of_run.encoder
-    train, how = build_stream(text, encoder, blocks_per_step)
+    train, how = build_stream(text, encoder, sizes)
     source, held_out, skipped, shuffled = text.source, text.held_out, text.skipped, shuffled_documents(text)
     validation, validation_bytes, lines = encode_validation(config, encoder, held_out, skipped)
     return TextData(
@@ -218,7 +220,7 @@ def shuffled_documents(text: OpenText) -> Iterable[Row]:
 
 
 def _fingerprint(
-    config: PretrainConfig, source: Source, encoder: Encoder, held_out: HeldOut, blocks_per_step: int
+    config: PretrainConfig, source: Source, encoder: Encoder, held_out: HeldOut, sizes: StepSizes
 ) -> dict[str, Any]:
     """Return everything that determines the tokens and their order. It is recorded, and compared on resume."""
     return {
@@ -227,17 +229,13 @@ def _fingerprint(
         "held_out": held_out.rule,
         "seed": config.seed,
         "sequence_length": config.sequence_length,
-        "blocks_per_step": blocks_per_step,
+        "blocks_per_step": sizes.to_json(),
         "held_out.hash": xxhash.xxh3_64_hexdigest(np.array(sorted(held_out.hashes), "<u8").tobytes()),
     }
 
 
-def _shape(fingerprint: dict[str, Any]) -> dict[str, int]:
-    return {key: fingerprint[key] for key in ("seed", "sequence_length", "blocks_per_step")}
-
-
 def _memory_blocks(
-    encoder: Encoder, texts: list[Row], fingerprint: dict[str, Any], skipped: Counter[str]
+    encoder: Encoder, texts: list[Row], fingerprint: dict[str, Any], skipped: Counter[str], sizes: StepSizes
 ) -> tuple[MemoryBlocks, str]:
     """Return the stream of a text in memory, and its description. Counts what the tokenizer loses in `skipped`."""
     documents = _encode(encoder, texts)
@@ -250,7 +248,7 @@ def _memory_blocks(
         )
     tokens_hash = xxhash.xxh3_64_hexdigest(tokens.tobytes())
     fingerprint |= {"stream": "memory", "tokens": len(tokens), "tokens_hash": tokens_hash}
-    train = MemoryBlocks(tokens, **_shape(fingerprint), fingerprint=fingerprint)
+    train = MemoryBlocks(tokens, fingerprint["seed"], fingerprint["sequence_length"], sizes, fingerprint)
     blocks = f"{train.blocks_per_epoch:,} blocks an epoch"
     return train, f"in memory: {counted(len(texts), 'document')}, {len(tokens):,} tokens, {blocks}"
 

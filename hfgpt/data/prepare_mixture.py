@@ -25,6 +25,7 @@ from hfgpt.data.prepare import OpenText, TextData
 from hfgpt.data.run_tokenizer import RunTokenizer
 from hfgpt.errors import UserError
 from hfgpt.settings.mixture import MixtureSource
+from hfgpt.settings.step_sizes import StepSizes
 
 T = TypeVar("T")
 Streams = dict[str, MemoryBlocks | DocumentStream]
@@ -35,7 +36,7 @@ _SHARED = ("tokenizer", "seed", "sequence_length", "blocks_per_step")
 
 def prepare_data(
     config: PretrainConfig,
-    blocks_per_step: int,
+    blocks_per_step: int | StepSizes,
     tokenizer: PreTrainedTokenizerFast | None = None,
     saved: dict[str, Any] | None = None,
 ) -> TextData:
@@ -44,8 +45,9 @@ def prepare_data(
     The last tenth of each source is held out, and evaluated under its name, unless there is an `eval_dataset`. Training
     sees no document of any validation text. `saved`: the fingerprint of a run being resumed.
     """
+    sizes = StepSizes.of(blocks_per_step, config.sequence_length)
     if config.mixture is None and not config.evaluation_texts:
-        return prepare.prepare_data(config, blocks_per_step, tokenizer, saved)
+        return prepare.prepare_data(config, sizes, tokenizer, saved)
 
     def saved_of(name: str) -> dict[str, Any] | None:
         return saved if config.mixture is None else of_source(saved, name)
@@ -59,7 +61,7 @@ def prepare_data(
     tokenizer, encoder = of_run.load(prepare.documents_for_tokenizer(config, texts)), of_run.encoder
     streams, how = Streams(), []
     for name, text in opened.items():
-        streams[name], of_stream = _named(_source(name), partial(prepare.build_stream, text, encoder, blocks_per_step))
+        streams[name], of_stream = _named(_source(name), partial(prepare.build_stream, text, encoder, sizes))
         how.append(f"training: {_prefix(name)}{of_stream}")
     train = _combine(config, streams, evaluated)
     skipped = sum((text.skipped for text in texts), Counter[str]())
@@ -185,10 +187,10 @@ def _combine(
             )
     return MixedStream(
         streams,
-        config.mixture.schedule(first.blocks_per_step * first.sequence_length),
+        config.mixture.schedule(first.sizes),
         limits,
         renormalises=config.on_exhausted == "renormalise",
         sequence_length=first.sequence_length,
-        blocks_per_step=first.blocks_per_step,
+        blocks_per_step=first.sizes,
         fingerprint=fingerprint,
     )

@@ -16,11 +16,12 @@ from hfgpt.data.prepare import TextData
 from hfgpt.data.prepare_mixture import prepare_data
 from hfgpt.errors import UserError, message
 from hfgpt.settings.field_types import AUTO
+from hfgpt.settings.step_sizes import StepSizes
 
 
 def prepare_data_of_run(
     config: PretrainConfig,
-    blocks_per_step: int,
+    blocks_per_step: int | StepSizes,
     saved_config: dict[str, Any],
     fingerprint: dict[str, Any],
     folder: Path | None,

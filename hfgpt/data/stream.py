@@ -1,8 +1,8 @@
 """The interface of a stream of token blocks: an endless sequence of steps, a pure function of seed and position.
 
-A block is `sequence_length` + 1 consecutive tokens at stride `sequence_length`; a step uses `blocks_per_step` blocks
-over all processes. It does not matter how a step is split over processes and workers: each gets a contiguous range of
-the step's blocks, so joining the parts in order restores it.
+A block is `sequence_length` + 1 consecutive tokens at stride `sequence_length`; `StepSizes` has the blocks of each
+step over all processes. It does not matter how a step is split over processes and workers: each gets a contiguous
+range of the step's blocks, so joining the parts in order restores it.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import xxhash
+
+from hfgpt.settings.step_sizes import StepSizes
 
 SHOWN_TOKENS = 24
 # Begins a step's hash that is made from those of its blocks. Earlier versions hashed all tokens of a step at once.
@@ -29,7 +31,7 @@ Decode = Callable[[np.ndarray], str]
 
 @dataclass
 class StepBatch:
-    """One step's blocks for one process, int32 [blocks_per_step / world_size, sequence_length + 1].
+    """One step's blocks for one process, int32 [blocks of the step / world_size, sequence_length + 1].
 
     `position`: this process's share of the position after the step, see `merge_positions`. `skipped`: rows skipped,
     by reason. `documents`: those in the step, for each logical stream. The first is the last one of the previous step,
@@ -62,18 +64,18 @@ class Stream(Protocol):
 
     `divisible`: a step can be split over any divisor of this number. `start`: the first position. `fingerprint`:
     everything that determines the order of the text. `streams`: number of logical streams, 0 for text in memory, which
-    is one run of tokens and needs no workers.
+    is one run of tokens and needs no workers. `sizes`: the blocks of each step.
     """
 
     sequence_length: int
-    blocks_per_step: int
+    sizes: StepSizes
     fingerprint: dict[str, Any]
     divisible: int
     streams: int
     start: dict[str, Any]
 
-    def steps(self, position: dict[str, Any], first: int, last: int) -> Iterator[StepBatch]:
-        """Return the parts `first` to `last` (of `divisible`) of each step, starting at `position`."""
+    def steps(self, position: dict[str, Any], first: int, last: int, step: int = 0) -> Iterator[StepBatch]:
+        """Return the parts `first` to `last` (of `divisible`) of each step from `step` on (from 0), at `position`."""
 
     def start_of_epoch(self, epoch: int) -> dict[str, Any]:
         """Return the position at which an epoch begins."""

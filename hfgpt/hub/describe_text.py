@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from hfgpt.data.position import SOURCE
 from hfgpt.messages.formats import counted
 from hfgpt.settings.mixture import OF_SOURCE, read_mixture
+from hfgpt.settings.step_sizes import StepSizes
 
 
 def describe_text(config: dict[str, Any], fingerprint: dict[str, Any]) -> str:
@@ -45,10 +46,10 @@ def describe_sources(
     for number, source in enumerate(mixture.sources):
         prefix = f"{source.name}{SOURCE}"
         own = {key.removeprefix(prefix): value for key, value in fingerprint.items() if key.startswith(prefix)}
-        step_tokens = fingerprint["blocks_per_step"] * fingerprint["sequence_length"]
+        sizes = StepSizes.of(fingerprint["blocks_per_step"], fingerprint["sequence_length"])
         shares = [
             f"{100 * float(Fraction(weights[number])):.3g} %"
-            + (f" after {first * step_tokens:,}" if first else " of the tokens")
+            + (f" after {sizes.tokens_after(first):,}" if first else " of the tokens")
             for first, weights in fingerprint.get("weights", [])
         ]
         hub = source.settings["dataset"] if own.get("dataset.commit") else None

@@ -12,6 +12,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from hfgpt.checkpointing.read_training_state import evaluation_of_model
 from hfgpt.hub.describe_text import describe_record, describe_sources, describe_text
+from hfgpt.settings.step_sizes import stages_in_words
 
 TEMPLATE = Path(__file__).with_name("model_card.md.jinja")
 # Fields of metrics.jsonl that are published: numbers, never text or paths.
@@ -253,7 +254,7 @@ def _training_rows(
     ]
     if plan := run.get("plan"):
         rows += [
-            ("tokens per step", f"{plan['tokens_per_step']:,}"),
+            ("tokens per step", stages_in_words(plan["tokens_per_step"] or config["tokens_per_step"])),
             ("precision", {"no": "float32"}.get(plan["precision"]["name"], plan["precision"]["name"])),
             ("hardware", run["device"] + (f", {plan['processes']} processes" if plan["processes"] > 1 else "")),
         ]

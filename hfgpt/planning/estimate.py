@@ -16,8 +16,9 @@ from hfgpt.model.configuration_gpt2 import model_config, model_fields
 from hfgpt.model.flops import TYPICAL_MFU, parameter_counts, training_flops_per_token
 from hfgpt.model.memory import Memory, training_memory
 from hfgpt.planning.device import Device, find_device
-from hfgpt.settings.batch import Batch
+from hfgpt.settings.batch import Batch, splits_of_stages
 from hfgpt.settings.field_types import NOT_CONVERTIBLE, convert
+from hfgpt.settings.step_sizes import StepSizes
 from hfgpt.training.plan import setting_of
 
 # What a process needs besides tensors: a CUDA context is 0.3 to 0.5 GiB, and the allocator leaves gaps.
@@ -82,17 +83,30 @@ class Forecast:
         return self.mfu * self.batch.processes * self.device.peak.tflops * 1e12 / flops
 
     @property
+    def sizes(self) -> StepSizes:
+        return self.config.step_sizes(self.batch)
+
+    @property
     def steps(self) -> int:
-        return self.config.total_steps(self.batch, None)
+        return self.config.total_steps(self.sizes, None)
+
+    @property
+    def stages(self) -> list[tuple[int, int, int]]:
+        """The stages (first step, end, blocks per step), if steps grow."""
+        found = self.sizes.stages_before(self.steps)
+        return found if len(found) > 1 else []
 
     def costs(self) -> dict[str, float | None]:
-        """Return seconds per step, hours to the token budget, kWh and price over all processes; None where unknown."""
+        """Return seconds per step, hours to the token budget, kWh and price over all processes; None where unknown.
+
+        The seconds of a step are None if steps grow.
+        """
         rate = self.tokens_per_second
-        seconds = rate and self.batch.tokens_per_step / rate
-        hours = seconds and seconds * self.steps / 3600
+        seconds = rate and not self.stages and self.sizes.tokens(0) / rate
+        hours = rate and self.sizes.tokens_after(self.steps) / rate / 3600
         device_hours = hours and hours * self.batch.processes
         return {
-            "seconds_per_step": seconds,
+            "seconds_per_step": seconds or None,
             "hours": hours,
             "kwh": device_hours * self.watts / 1000 if device_hours and self.watts else None,
             "cost": device_hours * self.price_per_hour if device_hours and self.price_per_hour else None,
@@ -117,7 +131,7 @@ class Forecast:
                 f"{device.name}, {rounded(self.gib, 4)} GiB; {device.precision.label} ({device.precision.reason})",
             ),
             ("compile", f"{'on' if device.compile.enabled else 'off'} ({device.compile.reason})"),
-            ("step", ("" if self.chosen else "no micro-batch fits; smallest: ") + split.batch.describe()),
+            *(("step", line) for line in self._describe_steps(split.batch)),
             ("memory", f"{tensors:.2f} GiB, plus {outside:.2f} besides tensors{recomputed}{sharded}"),
             ("", parts),
             ("splits", "micro-batch x accumulation        GiB"),
@@ -125,6 +139,16 @@ class Forecast:
             *self._time_rows(),
         ]
         return [f"{key:<8} {value}" for key, value in rows]
+
+    def _describe_steps(self, batch: Batch) -> list[str]:
+        missing = "" if self.chosen else "no micro-batch fits; smallest: "
+        rate = self.tokens_per_second
+        lines = [
+            f"{missing}steps {first + 1:,} to {last:,}: {(step := batch.of(blocks)).describe()}"
+            + (f"; {rounded(step.tokens_per_step / rate)} s per step" if rate else "")
+            for first, last, blocks in self.stages
+        ]
+        return lines or [missing + batch.of(self.sizes.blocks(0)).describe()]
 
     def _describe(self, split: Split) -> str:
         verdict = "chosen" if split is self.chosen else "fits" if split.fits else "too large"
@@ -136,9 +160,10 @@ class Forecast:
         if self.tokens_per_second is None:
             return [("time", f"{peak.source}; set the peak with --mfu_peak_tflops")]
         rate = f"{self.tokens_per_second:,.0f} tokens/s at MFU {self.mfu:.3g} of {rounded(peak.tflops or 0, 4)} TFLOP/s"
-        budget = f"{self.steps * self.batch.tokens_per_step:,} tokens in {counted(self.steps, 'step')}"
+        budget = f"{self.sizes.tokens_after(self.steps):,} tokens in {counted(self.steps, 'step')}"
+        each = "" if self.stages else f"{rounded(costs['seconds_per_step'] or 0)} s per step, "
         rows = [
-            ("time", f"{rounded(costs['seconds_per_step'] or 0)} s per step, {rate} ({peak.source})"),
+            ("time", f"{each}{rate} ({peak.source})"),
             ("budget", f"{budget}: {rounded(costs['hours'] or 0)} hours, without evaluation and saving"),
         ]
         if costs["kwh"] is not None:
@@ -146,6 +171,18 @@ class Forecast:
         if costs["cost"] is not None:
             rows.append(("cost", f"{costs['cost']:,.2f} at {rounded(self.price_per_hour or 0, 6)} per hour and device"))
         return rows
+
+    def _stages_as_json(self) -> list[dict[str, Any]]:
+        rate, split = self.tokens_per_second, (self.chosen or self.splits[0]).batch
+        stages = splits_of_stages(split, self.sizes, self.steps)
+        return [
+            {
+                **stage,
+                "accumulation": self.chosen and stage["accumulation"],
+                "seconds_per_step": rate and stage["tokens_per_step"] / rate,
+            }
+            for stage in stages
+        ]
 
     def to_dict(self) -> dict[str, Any]:
         config, device, chosen = self.config, self.device, self.chosen
@@ -164,7 +201,8 @@ class Forecast:
             "sequence_length": config.sequence_length,
             "tokens_per_step": config.tokens_per_step,
             "micro_batch": chosen and chosen.batch.micro_batch,
-            "accumulation": chosen and chosen.batch.accumulation,
+            "accumulation": None if self.stages else chosen and chosen.batch.of(self.sizes.blocks(0)).accumulation,
+            **({"stages": self._stages_as_json()} if self.stages else {}),
             "memory_bytes": chosen and {**asdict(chosen.memory), "peak": chosen.memory.peak},
             "cuts": [split.to_dict() for split in self.splits],
             "mfu": self.mfu,

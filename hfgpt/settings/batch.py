@@ -1,19 +1,24 @@
-"""`Batch`: how one step is split into micro-batches and processes, and refused if it cannot be."""
+"""`Batch`: how a step is split into micro-batches and processes, and refused if it cannot be."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from hfgpt.errors import UserError
+from hfgpt.settings.step_sizes import Stages, StepSizes
 
 MOST_CANDIDATES = 2**14  # most sizes tried to find some that fit
 
 
 @dataclass(frozen=True)
 class Batch:
-    """The arithmetic of one step: tokens_per_step = micro_batch x sequence_length x accumulation x processes."""
+    """The arithmetic of one step: tokens_per_step = micro_batch x sequence_length x accumulation x processes.
+
+    If steps grow in stages, that of the largest step that divides all of them: one micro-batch is then right for each.
+    """
 
     micro_batch: int
     sequence_length: int
@@ -43,6 +48,10 @@ class Batch:
     def tokens_per_step(self) -> int:
         return self.blocks_per_step * self.sequence_length
 
+    def of(self, blocks: int) -> Batch:
+        """Return the split of a step of so many blocks into the same micro-batches."""
+        return dataclasses.replace(self, accumulation=blocks // (self.micro_batch * self.processes))
+
     def describe(self) -> str:
         return (
             f"{self.tokens_per_step:,} tokens = micro-batch {self.micro_batch} x sequence {self.sequence_length} x "
@@ -50,12 +59,46 @@ class Batch:
         )
 
 
+def splits_of_stages(batch: Batch, sizes: StepSizes, last: int) -> list[dict[str, Any]]:
+    """Return the stages of a run of `last` steps, for JSON: steps from 1 on, and how each step is split."""
+    return [
+        {
+            **{"first_step": first + 1, "last_step": end, "tokens_per_step": batch.of(blocks).tokens_per_step},
+            "accumulation": batch.of(blocks).accumulation,
+        }
+        for first, end, blocks in sizes.stages_before(last)
+    ]
+
+
+def split_stages(
+    stages: Stages, micro_batch: int, sequence_length: int, accumulation: int | None, processes: int
+) -> Batch:
+    """Split the steps of all stages (see `StepSizes`). Raises UserError, which names the stage, if one cannot be."""
+    if accumulation is not None:
+        raise UserError(
+            f"gradient_accumulation_steps={accumulation}: follows from tokens_per_step, which has stages; leave it out"
+        )
+    common = math.gcd(*(tokens for _, tokens in stages))
+    for start, tokens in stages:
+        split_step(
+            tokens, micro_batch, sequence_length, None, processes, f" in the stage from {start:,} tokens", common
+        )
+    return split_step(common, micro_batch, sequence_length, None, processes)
+
+
 def split_step(
-    stated: int | None, micro_batch: int, sequence_length: int, accumulation: int | None, processes: int
+    stated: int | None,
+    micro_batch: int,
+    sequence_length: int,
+    accumulation: int | None,
+    processes: int,
+    stage: str = "",
+    common: int | None = None,
 ) -> Batch:
     """Split a step of `stated` tokens over `processes`; accumulation is derived if it is None.
 
-    Raises UserError, with a list of sizes that fit, if the step cannot be split evenly.
+    stage: the stage that the step is of, in words; common: tokens that divide the steps of all stages. Raises
+    UserError, with a list of sizes that fit, if the step cannot be split evenly.
     """
     per_pass = micro_batch * sequence_length * processes
     parts = (
@@ -65,13 +108,13 @@ def split_step(
     if accumulation is None:
         if stated is not None and stated % per_pass:
             low = max(stated // per_pass, 1) * per_pass
-            blocks, rest = divmod(stated, sequence_length * processes)
+            blocks, rest = divmod(common or stated, sequence_length * processes)
             largest = min(blocks, 4 * micro_batch)
             sizes = range(1, min(largest, MOST_CANDIDATES) + 1)
             fits = [] if rest else [str(size) for size in sizes if blocks % size == 0]
             raise UserError(
-                f"tokens_per_step={stated} is not a multiple of {parts}; tokens_per_step={low} or {low + per_pass} "
-                "would fit" + (f", or a micro-batch of {', '.join(fits)}" if fits else "")
+                f"tokens_per_step={stated}{stage} is not a multiple of {parts}; tokens_per_step={low} or "
+                f"{low + per_pass} would fit" + (f", or a micro-batch of {', '.join(fits)}" if fits else "")
             )
         accumulation = stated // per_pass if stated is not None else 1
     elif stated is not None and stated != per_pass * accumulation:

@@ -15,6 +15,7 @@ from hfgpt.model.configuration_gpt2 import model_fields
 from hfgpt.settings.field_types import AUTO
 from hfgpt.settings.layers import LENGTHS
 from hfgpt.settings.mixture import OF_SOURCE
+from hfgpt.settings.step_sizes import find_stage_problem
 
 if TYPE_CHECKING:
     from hfgpt.config import PretrainConfig
@@ -44,6 +45,8 @@ RULES: dict[str, Callable[[Any], bool]] = {
 def out_of_range(spec: dataclasses.Field[Any], value: Any) -> str | None:
     """Return a line if the value of a setting is out of its range, else None."""
     must = spec.metadata["must"]
+    if spec.name == "tokens_per_step" and isinstance(value, list):
+        return find_stage_problem(value)
     is_checked = value is not None and isinstance(value, str) == (must == NAME)  # "auto" is not a number
     if must not in (None, PATH) and is_checked and not RULES[must](value):
         return f"{spec.name}={value}: must be {must}"

@@ -15,6 +15,7 @@ import yaml
 from hfgpt.errors import UserError
 from hfgpt.files import local_path, read_text_file
 from hfgpt.messages.formats import shown
+from hfgpt.settings.step_sizes import EXAMPLE
 
 AUTO = "auto"
 NOT_CONVERTIBLE = (ValueError, TypeError, OverflowError)
@@ -44,9 +45,12 @@ def convert(value: Any, hint: Any) -> Any:
         raise ValueError
     if origin in (dict, list):
         try:
-            parsed = yaml.load(value, YamlSettings) if _collection(value) is origin else value
+            is_text = _collection(value) is origin or (options[0] is not Any and str(value).lstrip().startswith("["))
+            parsed = yaml.load(value, YamlSettings) if isinstance(value, str) and is_text else value
         except (yaml.YAMLError, RecursionError):
             raise ValueError from None
+        if isinstance(parsed, list) and origin is list and options[0] is not Any:
+            parsed = [convert(item, options[0]) for item in parsed]
         if isinstance(parsed, origin) and parsed != NO_VALUE:
             return parsed
         raise ValueError
@@ -92,6 +96,8 @@ def _whole(value: Any) -> int:
 def describe(hint: Any) -> str:
     names = {int: "a whole number below 2^63", float: "a number", bool: "true or false", str: "text in UTF-8"}
     origin, options = typing.get_origin(hint), typing.get_args(hint)
+    if hint == list[list[int]]:
+        return f"stages such as {EXAMPLE}"
     if origin in (typing.Union, types.UnionType):
         return " or ".join(describe(option) for option in options if option is not type(None))
     if origin is Literal:

@@ -11,6 +11,7 @@ import dataclasses
 import difflib
 import glob
 import logging
+import math
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, get_args, get_origin, get_type_hints
@@ -21,6 +22,7 @@ from hfgpt.files import has_tokenizer
 from hfgpt.messages.formats import shown
 from hfgpt.model.configuration_gpt2 import model_fields
 from hfgpt.settings.field_types import AUTO, NO_VALUE, NOT_CONVERTIBLE, convert, read_yaml
+from hfgpt.settings.step_sizes import as_stages
 
 if TYPE_CHECKING:
     from hfgpt.config import PretrainConfig
@@ -207,10 +209,12 @@ def _alternatives(key: str, values: dict[str, Any], default: Any) -> list[Any]:
         if key == "model":
             return [{**_model(values), "n_positions": sequence_length}]
         if key == "tokens_per_step":
-            passes = convert(values[key], int) / (micro_batch * blocks)
-            return [max(1, round(passes)) * micro_batch * blocks, default]
+            each, sizes = micro_batch * blocks, convert(values[key], int | list[list[int]])
+            near = [[start, max(1, round(size / each)) * each] for start, size in as_stages(sizes)]
+            return [near if isinstance(sizes, list) else near[0][1], default]
         if key == "per_device_train_batch_size" and given != AUTO:
-            wanted = convert(values["tokens_per_step"], int) // blocks
+            stages = as_stages(convert(values["tokens_per_step"], int | list[list[int]]))
+            wanted = math.gcd(*(size for _, size in stages)) // blocks
             return [size for size in range(min(micro_batch, wanted), 0, -1) if wanted % size == 0] or [default]
         if key == "learning_rate":
             return [convert(values["min_learning_rate"], float)]

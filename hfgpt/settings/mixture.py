@@ -15,6 +15,7 @@ from typing import Any
 from hfgpt.files import local_path
 from hfgpt.messages.formats import counted, enumerated, shown
 from hfgpt.settings.field_types import NOT_CONVERTIBLE, convert
+from hfgpt.settings.step_sizes import StepSizes
 
 # Settings of `PretrainConfig` that a source has for itself.
 OF_SOURCE = (
@@ -49,11 +50,11 @@ class Mixture:
     stages: list[Stage] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
-    def schedule(self, tokens_per_step: int, step: int = 0, tokens: int = 0) -> list[tuple[int, tuple[Fraction, ...]]]:
-        """Return the weights and the first step (from 0) of each stage, from `step` on, after `tokens` tokens."""
+    def schedule(self, sizes: StepSizes, step: int = 0) -> list[tuple[int, tuple[Fraction, ...]]]:
+        """Return the weights and the first step (from 0) of each stage, from `step` on."""
         found, first = [], step
         for stage in self.stages:
-            last = None if stage.until_tokens is None else step - (tokens - stage.until_tokens) // tokens_per_step
+            last = None if stage.until_tokens is None else math.ceil(sizes.steps_at(stage.until_tokens))
             if last is None or last > first:
                 found.append((first, stage.weights))
             if last is None:

@@ -93,7 +93,8 @@ def use_smaller_micro_batch(run: TrainingRun) -> None:
             "--gradient_checkpointing true"
         )
     step.batch = smaller
-    sizes = {"micro_batch": smaller.micro_batch, "accumulation": smaller.accumulation}
+    accumulation = smaller.of(run.plan.sizes.blocks(number - 1)).accumulation
+    sizes = {"micro_batch": smaller.micro_batch, "accumulation": accumulation}
     run.record(event="oom_retry", for_step=number, micro_batch_before=before.micro_batch, **sizes)
-    retrying = f"retrying with micro-batch {smaller.micro_batch} x {smaller.accumulation}"
+    retrying = f"retrying with micro-batch {smaller.micro_batch} x {accumulation}"
     logger.warning("Out of memory in step %d: %s.", number, retrying)

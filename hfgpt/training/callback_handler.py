@@ -25,6 +25,7 @@ from hfgpt.config import PretrainConfig
 from hfgpt.distributed.ranks import Ranks
 from hfgpt.messages.slow_progress import has_room_for_bar
 from hfgpt.settings.batch import Batch
+from hfgpt.settings.step_sizes import StepSizes
 from hfgpt.training.callbacks import LogLineCallback, PerplexityCallback, ProgressLineCallback, SampleCallback
 from hfgpt.training.mfu import MFUCallback, only_numbers
 from hfgpt.training.progress import Progress
@@ -108,6 +109,7 @@ class Callbacks:
         reporting: Sequence[TrainerCallback],
         args: CallbackArguments,
         progress: Progress,
+        sizes: StepSizes,
         step: TrainStep,
         tokenizer: Any,
         is_main: tuple[bool, bool],
@@ -115,12 +117,9 @@ class Callbacks:
         saved_states: dict[str, Any],
     ) -> None:
         """is_main: main process of the run, and of this machine. saved_states: the result of an earlier `states`."""
-        self.args, self.progress, self.has_own = args, progress, bool(own)
-        self.steps_per_epoch = (
-            blocks_per_epoch / step.batch.blocks_per_step if blocks_per_epoch else max(args.max_steps, 1)
-        )
+        self.args, self.progress, self.sizes, self.has_own = args, progress, sizes, bool(own)
+        self.blocks_per_epoch = blocks_per_epoch or max(sizes.blocks_before(args.max_steps), 1)
         self.mfu = MFUCallback(
-            tokens_per_step=step.batch.tokens_per_step,
             sequence_length=config.sequence_length,
             precision=step.accelerator.mixed_precision,
             peak_tflops=config.mfu_peak_tflops,
@@ -158,7 +157,8 @@ class Callbacks:
         """Call `event` of each callback. Their requests are then in `control`."""
         state, progress = self.state, self.progress
         state.global_step, state.num_input_tokens_seen = progress.step, progress.num_input_tokens_seen
-        state.epoch = progress.step / self.steps_per_epoch
+        state.epoch = self.sizes.blocks_before(progress.step) / self.blocks_per_epoch
+        state.tokens_left = self.sizes.tokens_after(state.max_steps) - progress.num_input_tokens_seen
         state.best_metric, state.best_global_step = progress.best_metric, progress.best_step
         control = getattr(self.handler, event)(self.args, state, self.control, *arguments)
         vars(self.control).update(vars(control))  # a callback may return a new control

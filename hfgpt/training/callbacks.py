@@ -101,6 +101,8 @@ class SampleCallback(TrainerCallback):
 def shown_values(state: TrainerState, logs: dict[str, Any]) -> dict[str, str]:
     """Return the values of a log to show, by key. The ETA excludes evaluation and saving."""
     left = (state.max_steps - state.global_step) * (logs.get("step_seconds") or 0)
+    if left and hasattr(state, "tokens_left"):  # the Pretrainer's steps may grow
+        left = state.tokens_left / logs["tokens_per_second"]
     shown = {key: template.format(logs[key]) for key, template in SHOWN.items() if logs.get(key) is not None}
     if logs.get("memory_bytes"):
         shown["memory"] = f"{logs['memory_bytes'] / 2**30:.3g} GiB"

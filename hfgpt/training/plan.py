@@ -24,7 +24,8 @@ from hfgpt.messages.formats import about, counted, rounded
 from hfgpt.model.configuration_gpt2 import model_fields
 from hfgpt.model.flops import TYPICAL_MFU, parameter_counts, training_flops_per_token
 from hfgpt.model.memory import Setting, training_memory
-from hfgpt.settings.batch import Batch
+from hfgpt.settings.batch import Batch, splits_of_stages
+from hfgpt.settings.step_sizes import StepSizes
 from hfgpt.training.parameter_groups import describe_groups, group_settings
 
 BUSY_SHARE = 0.25  # of a CPU that other programs use, from which on the plan mentions it
@@ -40,7 +41,7 @@ def setting_of(
     return Setting(
         micro_batch=batch.micro_batch,
         sequence_length=batch.sequence_length,
-        accumulation=batch.accumulation,
+        accumulation=config.largest_step(batch).accumulation,
         precision=precision,
         compiled=compiled,
         checkpointing=config.gradient_checkpointing,
@@ -57,6 +58,7 @@ def check_memory(config: PretrainConfig, batch: Batch, setting: Setting, availab
     """Raise UserError if the sizes far exceed the device's memory. The still unknown vocabulary counts as zero."""
     model = GPT2Config(**{**model_fields(config.model), "vocab_size": 2, "bos_token_id": None, "eos_token_id": None})
     needed = training_memory(model, setting).peak
+    batch = config.largest_step(batch)
     needed += 12 * batch.tokens_per_step // batch.processes  # token ids of one step
     if available_bytes and needed > 2 * available_bytes:
         raise UserError(
@@ -73,6 +75,7 @@ class Plan:
     config: PretrainConfig
     model: GPT2Config
     batch: Batch
+    sizes: StepSizes
     max_steps: int
     precision: Precision
     compile: CompileChoice
@@ -101,11 +104,12 @@ class Plan:
             *([("weights", f"start from {config.init_from}")] if config.init_from else []),
             *(("changed", f"{key}: {change}") for key, change in config.gave_way.items()),
             *(("text", line) for line in self.text),
-            ("step", batch.describe()),
-            ("run", f"{counted(self.max_steps, 'step')}, {self.max_steps * batch.tokens_per_step:,} tokens"),
+            *(("step", f"{steps}{batch.of(blocks).describe()}") for steps, blocks in self._stages()),
+            ("run", f"{counted(self.max_steps, 'step')}, {self.max_tokens:,} tokens{self._not_begun()}"),
             (
                 "rate",
                 f"{config.lr_scheduler_type}: {config.warmup_steps} warm-up steps to {config.learning_rate:g}"
+                + (", by tokens, because steps grow" if isinstance(config.tokens_per_step, list) else "")
                 + ("; the run ends during warm-up" if config.warmup_steps > self.max_steps else ""),
             ),
             *([("groups", groups)] if (groups := describe_groups(config)) else []),
@@ -120,6 +124,21 @@ class Plan:
             fix = "expect a slower run, and start it with OMP_WAIT_POLICY=PASSIVE if that lasts"
             rows.append(("note", f"other programs are using {share:.0%} of this CPU; {fix}"))
         return [f"{key:<8} {value}" for key, value in rows]
+
+    @property
+    def max_tokens(self) -> int:
+        return self.sizes.tokens_after(self.max_steps)
+
+    def _stages(self) -> list[tuple[str, int]]:
+        """Return the steps of each stage in words, and their blocks; no words if all steps have the same."""
+        stages = self.sizes.stages_before(self.max_steps)
+        return [
+            (f"steps {first + 1:,} to {last:,}: " if len(stages) > 1 else "", blocks) for first, last, blocks in stages
+        ]
+
+    def _not_begun(self) -> str:
+        is_cut = len(self.sizes.stages_before(self.max_steps)) < len(self.sizes.stages)
+        return "; it ends before the last stage of tokens_per_step begins" if is_cut else ""
 
     def _besides(self) -> str:
         """Return what the memory of a step does not count: on a CPU, steps report the memory of the whole process."""
@@ -138,7 +157,7 @@ class Plan:
         """Estimate the seconds of the whole run from its FLOPs."""
         flops = training_flops_per_token(self.model, self.batch.sequence_length)
         rate = TYPICAL_MFU * self.batch.processes * (self.peak_tflops or 0) * 1e12 / flops
-        seconds = self.max_steps * self.batch.tokens_per_step / rate
+        seconds = self.max_tokens / rate
         where = "this CPU" if self.setting.device == "cpu" else "this GPU"
         where = f"{self.batch.processes} processes" if self.batch.processes > 1 else where
         return f"{about(seconds)} of training on {where}, at an MFU of {TYPICAL_MFU:.0%}"
@@ -156,11 +175,13 @@ class Plan:
         return found
 
     def to_dict(self) -> dict[str, Any]:
+        stages = splits_of_stages(self.batch, self.sizes, self.max_steps)
+        same = {key: stages[0][key] for key in ("tokens_per_step", "accumulation")}
         return {
             **asdict(self.batch),
-            "tokens_per_step": self.batch.tokens_per_step,
+            **({**dict.fromkeys(same), "stages": stages} if len(stages) > 1 else same),  # no number is right for all
             "max_steps": self.max_steps,
-            "max_tokens": self.max_steps * self.batch.tokens_per_step,
+            "max_tokens": self.max_tokens,
             "parameter_groups": {name: group._asdict() for name, group in group_settings(self.config).items()},
             "precision": asdict(self.precision),
             "torch_compile": asdict(self.compile),

@@ -155,8 +155,8 @@ def start(run: TrainingRun) -> None:
 def advance(run: TrainingRun, own: StepBatch, text: StepText, result: StepResult) -> None:
     """Count the finished step, write a ledger line for its text, and ask the callbacks what is due."""
     progress, control = run.progress, run.callbacks.control
+    progress.num_input_tokens_seen += run.plan.sizes.tokens(progress.step)
     progress.step += 1
-    progress.num_input_tokens_seen += run.step.batch.tokens_per_step
     progress.skipped_rows.update(text.skipped)
     of_sources = note_sources(run, own, text, result)
     run.position = text.position

@@ -16,6 +16,8 @@ class Progress:
     run_id: str = field(default_factory=lambda: uuid.uuid4().hex)  # of the run that a checkpoint belongs to
     step: int = 0  # finished optimizer updates
     num_input_tokens_seen: int = 0  # target tokens over all processes
+    # The step, and the tokens before it, from which `tokens_per_step` counts: where a resume changed what had begun.
+    sized_since: tuple[int, int] = (0, 0)
     wall_seconds: float = 0.0  # training time across resumes, without evaluation, saving and compilation
     skipped_rows: Counter[str] = field(default_factory=Counter)  # unusable rows of text, counted by reason
     evaluation: dict[str, Any] = field(

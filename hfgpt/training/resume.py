@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,14 +14,17 @@ from transformers import PreTrainedModel
 from hfgpt.checkpointing import state
 from hfgpt.checkpointing.read_training_state import changed_settings, read_state
 from hfgpt.checkpointing.run_folder import RunFolder
+from hfgpt.config import PretrainConfig
 from hfgpt.data import TextData
 from hfgpt.data.mixture import MixedStream
 from hfgpt.data.mixture_plan import share
-from hfgpt.data.position import resumed_position
+from hfgpt.data.position import resumed_position, streams_of
 from hfgpt.data.stream import Stream
 from hfgpt.distributed.ranks import Ranks
 from hfgpt.errors import UserError
+from hfgpt.settings.batch import Batch
 from hfgpt.settings.mixture import OF_SOURCE, Mixture, read_mixture
+from hfgpt.settings.step_sizes import StepSizes
 from hfgpt.training.averaging import WeightAverage
 from hfgpt.training.lr_schedule import LearningRate
 from hfgpt.training.plan import Plan
@@ -63,6 +66,7 @@ class Resumed:
             **({"origin": self.origin} if self.origin else {}),
             "changed_settings": self.changed_settings,
             "changed_text": self.changed_text or None,
+            "blocks_per_step": stream.fingerprint["blocks_per_step"],
             **({"weights": stream.fingerprint["weights"]} if isinstance(stream, MixedStream) else {}),
         }
 
@@ -102,12 +106,46 @@ def _continue_mixture(
         position = {**position, "step": step, "since": step, "tokens": tokens}
     then = read_mixture(trainer["config"]["dataset"], None, OF_SOURCE) if position["over"] else Mixture()
     position = stream.with_new_limits(position, {source.name: source.max_epochs for source in then.sources})
-    now = mixture.schedule(plan.batch.tokens_per_step, step, trainer["num_input_tokens_seen"])
+    now = mixture.schedule(plan.sizes, step)
     history = saved["fingerprint"].get("weights", [])
     if not (stream.follow(history, step, now) and history):
         return position, ""
     words = [f"{share(stream.names, weights)} from step {first + 1}" for first, weights in now]
     return position, f"weights ({'; '.join(words)})"
+
+
+def sizes_of_run(config: PretrainConfig, batch: Batch, resume_from: Path | None) -> StepSizes:
+    """Return the blocks of each step: what a resumed run has had of them, and from there on what the settings say.
+
+    If these say something else of the steps that the run has had, they count from now on, if that is accepted. Raises
+    UserError for a new stage that the logical streams of the run do not divide.
+    """
+    if resume_from is None:
+        return config.step_sizes(batch)
+    trainer, saved = (read_state(resume_from, name) for name in ("trainer_state", "data_state"))
+    step, tokens = trainer["step"], trainer["num_input_tokens_seen"]
+    then = StepSizes.read(saved["fingerprint"].get("blocks_per_step"), config.sequence_length)
+    if then is None:
+        return config.step_sizes(batch)
+    now = then.followed_by(config.step_sizes(batch, *trainer["sized_since"]))
+    is_changed = now.until(step) != then.until(step)
+    if is_changed and config.accept_changed_text:
+        now = then.followed_by(config.step_sizes(batch, step, tokens))
+    streams = streams_of(saved["position"])
+    if streams and now.common % streams:
+        if not is_changed:
+            raise UserError(
+                f"tokens_per_step: the text of this run is read in {streams} streams, so steps must be multiples of "
+                f"{streams * config.sequence_length:,} tokens"
+            )
+        streams = None
+    return replace(now, known=(step, tokens), streams=streams)
+
+
+def _begun(saved: dict[str, Any], sizes: StepSizes, step: int) -> bool:
+    """Return whether the steps that the run has had were of these sizes."""
+    then = StepSizes.read(saved["fingerprint"].get("blocks_per_step"), sizes.sequence_length)
+    return then is not None and then.until(step) == sizes.until(step)
 
 
 def resume(folder: Path, run: RunFolder, plan: Plan, data: TextData, ranks: Ranks) -> Resumed:
@@ -118,6 +156,8 @@ def resume(folder: Path, run: RunFolder, plan: Plan, data: TextData, ranks: Rank
     config, max_steps = plan.config, plan.max_steps
     trainer, saved = ranks.from_main(lambda: [read_state(folder, name) for name in ("trainer_state", "data_state")])
     name, problems = trainer.get("origin") or folder, list[str]()  # a download is removed if it is not used
+    if plan.sizes.since == tuple(trainer["sized_since"]) and _begun(saved, plan.sizes, trainer["step"]):
+        saved["fingerprint"]["blocks_per_step"] = plan.sizes.to_json()  # only of later steps, if at all
     try:
         ranks.from_main(partial(state.check_model, folder, plan.model, name))
     except UserError as error:
@@ -138,6 +178,7 @@ def resume(folder: Path, run: RunFolder, plan: Plan, data: TextData, ranks: Rank
     if problems:
         raise UserError(*problems)
     progress = Progress.from_json(trainer)
+    progress.sized_since = plan.sizes.since
     is_missing = progress.evaluation_step != progress.step
     if is_missing and (made_later := ranks.from_main(partial(run.evaluation, progress.step))):
         progress.evaluation, progress.evaluation_step = made_later, progress.step
@@ -146,7 +187,7 @@ def resume(folder: Path, run: RunFolder, plan: Plan, data: TextData, ranks: Rank
     changed = changed_settings(trainer["config"], config.to_dict())
     changed |= changed_settings(recorded, {key: now.get(key) for key in recorded})
     warnings = [f"{key} is {now['to']} from here on; it was {now['from']}" for key, now in changed.items()]
-    learning_rate = LearningRate(config, **trainer["schedule"])
+    learning_rate = LearningRate.of_resumed(config, trainer["schedule"], plan.sizes, trainer["step"])
     if change_of_rate := learning_rate.extend(trainer["step"], max_steps, config.lr_schedule_on_resume):
         warnings.append(change_of_rate)
     return Resumed(folder, trainer, progress, position, learning_rate, changed, changed_text, warnings)

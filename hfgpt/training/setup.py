@@ -33,6 +33,7 @@ from hfgpt.hub.resume_from_hub import find_resume_point
 from hfgpt.model.memory import training_memory
 from hfgpt.settings.batch import Batch
 from hfgpt.settings.field_types import AUTO
+from hfgpt.settings.step_sizes import StepSizes
 from hfgpt.training.averaging import build_average
 from hfgpt.training.batch_size import find_fastest_split, find_recorded_split
 from hfgpt.training.build_model import attention_arguments, build_model, check_sharding
@@ -43,7 +44,7 @@ from hfgpt.training.non_finite import NonFiniteGuard
 from hfgpt.training.optimizer import build_optimizer
 from hfgpt.training.plan import Plan, check_memory, run_facts
 from hfgpt.training.progress import Progress
-from hfgpt.training.resume import Resumed, resume
+from hfgpt.training.resume import Resumed, resume, sizes_of_run
 from hfgpt.training.run import Machine, TrainingRun
 from hfgpt.training.step import TrainStep
 from hfgpt.training.tracker_runs import keep_runs
@@ -97,9 +98,10 @@ def _prepare(
     config = ranks.from_main(partial(resolve_init_from, config, resume_from))
     batch = config.batch(ranks.world_size)
     check_memory(config, batch, machine.memory_setting(config, batch), memory_bytes(device))
-    config, data = _open_text(config, batch, resume_from, ranks)
-    max_steps = config.total_steps(batch, getattr(data.train, "blocks_per_epoch", None))
-    compiled = _choose_compile(config, batch, device, max_steps)
+    sizes = ranks.from_main(partial(sizes_of_run, config, batch, resume_from))
+    config, data = _open_text(config, sizes, resume_from, ranks)
+    max_steps = config.total_steps(sizes, getattr(data.train, "blocks_per_epoch", None))
+    compiled = _choose_compile(config, device, batch.of(sizes.blocks_before(max_steps)).accumulation, max_steps)
 
     # Only the main process reads the weights; it sends them to the others.
     weights = initial_weights(config.init_from, data.tokenizer, ranks) if config.init_from and not resume_from else {}
@@ -107,7 +109,7 @@ def _prepare(
     optimizer, average = build_optimizer(model, config), build_average(config, max_steps, model)
     choices = (machine.precision, compiled, device_name(device))
     plan = Plan(
-        *(config, model.config, batch, max_steps, *choices, data.description, str(folder.checkpoint(max_steps))),
+        *(config, model.config, batch, sizes, max_steps, *choices, data.description, str(folder.checkpoint(max_steps))),
         setting=machine.memory_setting(config, batch, compiled.enabled),
         peak_tflops=config.mfu_peak_tflops or device_peak(device, machine.precision.name).tflops,
     )
@@ -122,7 +124,7 @@ def _prepare(
         *(model, optimizer, batch),
         accelerator=accelerator,
         ranks=ranks,
-        learning_rate=resumed.learning_rate if resumed else LearningRate(config, max_steps),
+        learning_rate=resumed.learning_rate if resumed else LearningRate.of_run(config, sizes, max_steps),
         seed=config.seed,
         max_grad_norm=config.max_grad_norm,
         attention=attention_arguments(config, model, data.tokenizer, compiled.enabled),
@@ -132,7 +134,9 @@ def _prepare(
     decode = partial(data.tokenizer.decode, skip_special_tokens=True)
     return TrainingRun(
         *(config, plan, machine, signals, folder, resumed, data),
-        batches=iterate(data.train, position, ranks.rank, ranks.world_size, config.dataloader_num_workers),
+        batches=iterate(
+            data.train, position, ranks.rank, ranks.world_size, config.dataloader_num_workers, progress.step
+        ),
         position=position,
         step=step,
         average=average,
@@ -145,11 +149,10 @@ def _prepare(
     )
 
 
-def _choose_compile(config: PretrainConfig, batch: Batch, device: torch.device, max_steps: int) -> CompileChoice:
+def _choose_compile(config: PretrainConfig, device: torch.device, passes: int, max_steps: int) -> CompileChoice:
     """Choose whether to compile. An "auto" micro-batch is unknown here, because it is measured with this choice."""
     is_measured = config.per_device_train_batch_size == AUTO  # with the largest, a step is one pass
-    passes = max_steps * (1 if is_measured else batch.accumulation)
-    return choose_compile(config.torch_compile, device, passes, is_measured)
+    return choose_compile(config.torch_compile, device, max_steps if is_measured else passes, is_measured)
 
 
 def _choose_micro_batch(
@@ -184,7 +187,8 @@ def _build_callbacks(
         reporting = keep_runs(reporting, progress, resumed)
     choices = (plan.max_steps, machine.precision.name, plan.compile.enabled, resumed_from)
     return Callbacks(
-        *(config, own, reporting, callback_arguments(config, step.batch, *choices), progress, step, data.tokenizer),
+        *(config, own, reporting, callback_arguments(config, step.batch, *choices), progress, plan.sizes, step),
+        data.tokenizer,
         is_main=(accelerator.is_main_process, accelerator.is_local_main_process),
         blocks_per_epoch=getattr(data.train, "blocks_per_epoch", None),
         saved_states=resumed.trainer_state.get("callbacks", {}) if resumed else {},
@@ -200,15 +204,15 @@ def _check_folder(config: PretrainConfig, folder: RunFolder) -> Path | None:
 
 
 def _open_text(
-    config: PretrainConfig, batch: Batch, resume_from: Path | None, ranks: Ranks
+    config: PretrainConfig, sizes: StepSizes, resume_from: Path | None, ranks: Ranks
 ) -> tuple[PretrainConfig, TextData]:
     """Open the text. Recipe settings that do not apply to the user's text are replaced with defaults."""
 
     def open_for(settings: PretrainConfig) -> TextData:
         if resume_from is None:
-            return prepare_data(settings, batch.blocks_per_step)
+            return prepare_data(settings, sizes)
         saved, data = (read_state(resume_from, name) for name in ("trainer_state", "data_state"))
-        return prepare_data_of_run(settings, batch.blocks_per_step, saved["config"], data["fingerprint"], resume_from)
+        return prepare_data_of_run(settings, sizes, saved["config"], data["fingerprint"], resume_from)
 
     while True:
         try:

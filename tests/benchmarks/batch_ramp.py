@@ -1,0 +1,116 @@
+"""What steps that grow (`tokens_per_step` in stages) bring at equal tokens: losses, steps and CPU time of one thread.
+
+Each kind of step is tried at several rates with one seed; its best rate is then run with more seeds.
+
+    python tests/benchmarks/batch_ramp.py TEXT [--tokenizer bpe-1024] --results results/batch_ramp.json
+    python tests/benchmarks/batch_ramp.py --plot results/batch_ramp.svg --results results/batch_ramp.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import TrainerCallback
+
+from hfgpt import PretrainConfig, Pretrainer
+
+TOKENS = 500_000
+KINDS: dict[str, Any] = {
+    "512": 512,
+    "4,096": 4096,
+    "512 to 4,096": [[0, 512], [TOKENS // 10, 1024], [TOKENS // 4, 2048], [TOKENS // 2, 4096]],
+}
+RATES = (1e-3, 2e-3, 4e-3, 8e-3, 16e-3)
+SEEDS = (1, 2, 3)
+
+
+class CpuTime(TrainerCallback):
+    """Measures the CPU time of the training loop, which other programs change less than the wall time."""
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.start = time.process_time()
+
+    def on_train_end(self, args, state, control, **kwargs):
+        self.seconds = time.process_time() - self.start
+
+
+def train(dataset: str, tokenizer: str, kind: str, rate: float, seed: int) -> dict[str, Any]:
+    """Train once, and return what came out."""
+    steps = {"512": 976, "4,096": 122, "512 to 4,096": 293}[kind]
+    with tempfile.TemporaryDirectory() as folder:
+        config = PretrainConfig(
+            **{"output_dir": folder, "dataset": dataset, "tokenizer": tokenizer, "seed": seed, "max_tokens": TOKENS},
+            **{"model": {"n_layer": 2, "n_head": 2, "n_embd": 64, "n_positions": 64}, "sequence_length": 64},
+            **{"tokens_per_step": KINDS[kind], "per_device_train_batch_size": 8, "learning_rate": rate},
+            warmup_steps=6 if kind == "4,096" else 48,  # about 25,000 tokens
+            **{"eval_steps": steps // 10, "eval_tokens": 20_000, "logging_steps": 10, "save_steps": 0},
+            **{"mixed_precision": "no", "torch_compile": False, "mfu_peak_tflops": 1, "report": False},
+        )
+        clock = CpuTime()
+        trainer = Pretrainer(config, [clock])
+        loss = trainer.train()["eval_loss"]
+        progress = trainer.run.progress
+        curve = [
+            [record["step"], record["num_input_tokens_seen"], record["eval_loss"]]
+            for record in trainer.run.folder.records()
+            if "eval_loss" in record
+        ]
+    sizes = {"steps": progress.step, "tokens": progress.num_input_tokens_seen}
+    found = {"kind": kind, "rate": rate, "seed": seed, **sizes, "eval_loss": loss, "cpu_seconds": clock.seconds}
+    print({key: round(value, 4) if isinstance(value, float) else value for key, value in found.items()}, flush=True)
+    return {**found, "curve": curve}
+
+
+def measure(dataset: str, tokenizer: str) -> list[dict[str, Any]]:
+    torch.set_num_threads(1)
+    runs = []
+    for kind in KINDS:
+        tried = [train(dataset, tokenizer, kind, rate, SEEDS[0]) for rate in RATES]
+        best = min(tried, key=lambda run: run["eval_loss"])["rate"]
+        runs += tried + [train(dataset, tokenizer, kind, best, seed) for seed in SEEDS[1:]]
+    return runs
+
+
+def plot(results: dict[str, list[dict[str, Any]]], path: Path) -> None:
+    """Draw the held-out loss of each kind at its best rate, over tokens and over steps."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 3.2 * len(results)), layout="constrained")
+    for row, (text, runs) in zip(figure.subplots(len(results), 2, squeeze=False), results.items(), strict=True):
+        for kind in KINDS:
+            rate = next(run["rate"] for run in runs if run["kind"] == kind and run["seed"] == SEEDS[-1])
+            curves = [run["curve"] for run in runs if run["kind"] == kind and run["rate"] == rate]
+            mean = [[sum(values) / len(curves) for values in zip(*points, strict=True)] for points in zip(*curves, strict=True)]
+            for axes, place, name in ((row[0], 1, "tokens"), (row[1], 0, "steps")):
+                axes.plot([point[place] for point in mean], [point[2] for point in mean], label=f"{kind}, rate {rate:g}")
+                axes.set_xlabel(name)
+                axes.set_ylabel(f"held-out loss, {text}")
+        row[0].legend(title="tokens per step")
+        row[1].set_xscale("log")
+    figure.savefig(path, format=path.suffix[1:])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("text", nargs="?")
+    parser.add_argument("--tokenizer", default="char")
+    parser.add_argument("--name", default="Shakespeare")
+    parser.add_argument("--results", type=Path, required=True)
+    parser.add_argument("--plot", type=Path)
+    flags = parser.parse_args()
+    results = json.loads(flags.results.read_text()) if flags.results.exists() else {}
+    if flags.text:
+        results[flags.name] = measure(flags.text, flags.tokenizer)
+        flags.results.write_text(json.dumps(results, indent=1))
+    if flags.plot:
+        plot(results, flags.plot)
+
+
+if __name__ == "__main__":
+    main()
