@@ -41,6 +41,14 @@ def whole(least: int | None = None, most: int = WHOLE_BELOW - 1) -> Callable[[st
     return integer
 
 
+def step_size(text: str) -> int | list[list[int]]:
+    """Return tokens per step: a whole number, or stages. The callee checks them."""
+    try:
+        return convert(text, int | list[list[int]])
+    except NOT_CONVERTIBLE:
+        raise BadParameter(f"{shown(text)} is not {describe(int | list[list[int]])}") from None
+
+
 def number(most: float = 1e15) -> Callable[[str], float]:
     """Return a parser of numbers from 1e-30 to `most`, so that products and ratios of two of them are finite."""
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import typer
 from typer import Option
 
-from hfgpt.cli.options import AsJson, Precision, number, path, whole
+from hfgpt.cli.options import AsJson, Precision, number, path, step_size, whole
 from hfgpt.cli.output import as_json
 from hfgpt.errors import UserError
 
@@ -18,7 +18,9 @@ NOT_MEASURED |= {"ema_decay", "average_last"}
 
 def plan(
     context: typer.Context,
-    tokens_per_step: Annotated[int, Option("--tokens_per_step", parser=whole(), help="Target tokens of a step.")],
+    tokens_per_step: Annotated[
+        Any, Option("--tokens_per_step", parser=step_size, help="Target tokens of a step, or stages that grow.")
+    ],
     model: Annotated[str | None, Option("--model", help="Size, or GPT2Config fields as {..}.")] = None,
     device: Annotated[str | None, Option("--device", help="Exact device name; default: this machine's.")] = None,
     sequence_length: Annotated[

@@ -110,7 +110,10 @@ class Vocabulary:
 def measure_splits(*, vocab_size: int = GPT2_VOCABULARY, **settings: Any) -> Measurement:
     """Call `measure` with settings given by name. Raises UserError with all problems."""
     defaults = {"per_device_train_batch_size": "auto", "max_steps": 1, **default_length(settings)}
-    rows, peak = measure(PretrainConfig.from_layers(defaults, settings), vocab_size)
+    config = PretrainConfig.from_layers(defaults, settings)
+    if isinstance(config.tokens_per_step, list):
+        raise UserError("tokens_per_step: --measure times steps of one size; give a number, such as that of one stage")
+    rows, peak = measure(config, vocab_size)
     return Measurement(rows, peak, device_name(default_device()))
 
 

@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import TrainerCallback
 
@@ -86,9 +87,9 @@ def plot(results: dict[str, list[dict[str, Any]]], path: Path) -> None:
         for kind in KINDS:
             rate = next(run["rate"] for run in runs if run["kind"] == kind and run["seed"] == SEEDS[-1])
             curves = [run["curve"] for run in runs if run["kind"] == kind and run["rate"] == rate]
-            mean = [[sum(values) / len(curves) for values in zip(*points, strict=True)] for points in zip(*curves, strict=True)]
-            for axes, place, name in ((row[0], 1, "tokens"), (row[1], 0, "steps")):
-                axes.plot([point[place] for point in mean], [point[2] for point in mean], label=f"{kind}, rate {rate:g}")
+            steps, tokens, losses = np.array(curves).mean(axis=0).T
+            for axes, places, name in ((row[0], tokens, "tokens"), (row[1], steps, "steps")):
+                axes.plot(places, losses, label=f"{kind}, rate {rate:g}")
                 axes.set_xlabel(name)
                 axes.set_ylabel(f"held-out loss, {text}")
         row[0].legend(title="tokens per step")
