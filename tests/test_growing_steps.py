@@ -315,6 +315,8 @@ def test_what_a_growing_run_says_of_itself(growing, tmp_path, capsys):
     found = compare(read_runs([run.folder.path, other.folder.path]))
     assert found["equal"]["tokens"]["at"] == 1216 and found["equal"]["steps"]["at"] == 8
     assert found["settings_that_differ"]["tokens_per_step"] == {"run": STAGES, "other": 64}
+    sizes = [one["tokens_per_step"] for one in found["runs"]]
+    assert sizes == ["64, 128 from 192 tokens on, 256 from 448 tokens on", 64]
     assert found["pairs"][0]["same_tokens"]["equal"] is False and found["pairs"][0]["same_tokens"]["step"] == 4
     short = growing("short", max_steps=4)
     assert "it ends before the last stage of tokens_per_step begins" in "\n".join(prepared(short).plan.lines())

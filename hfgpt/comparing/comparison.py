@@ -13,6 +13,7 @@ from hfgpt.comparing.pairs import AXES, compare_pair, same_step_is_same_place
 from hfgpt.comparing.peaks import mfu_against, too_high
 from hfgpt.comparing.runs import PastRun, number
 from hfgpt.messages.formats import counted
+from hfgpt.settings.step_sizes import StepSizes, stages_in_words
 
 
 def compare(runs: Sequence[PastRun], all_pairs: bool = False) -> dict[str, Any]:
@@ -54,12 +55,15 @@ def summarize(run: PastRun, alike: Sequence[PastRun]) -> dict[str, Any]:
     summary |= {key: run.model.get(key) for key in ("parameters", "parameters_without_positions", "vocab_size")}
     sizes = ("micro_batch", "sequence_length", "accumulation", "processes", "tokens_per_step")
     summary |= {key: run.plan.get(key) for key in sizes}
+    if StepSizes.read(stages := run.settings.get("tokens_per_step"), 1) and isinstance(stages, list):
+        summary["tokens_per_step"] = stages_in_words(stages)
     summary |= {key: run.median(key) for key in ("tokens_per_second", "step_seconds", "mfu", "hfu")}
     summary |= {key: run.newest(key) for key in ("peak_tflops", "peak_source")}
     events = Counter(str(event.get("event")) for event in run.events)
     micro_batch_seconds = None
+    is_grown = any(isinstance(event.get("blocks_per_step"), list) for event in run.events)
     if (
-        summary["step_seconds"] and summary["accumulation"] and "oom_retry" not in events
+        summary["step_seconds"] and summary["accumulation"] and "oom_retry" not in events and not is_grown
     ):  # otherwise steps of two sizes
         micro_batch_seconds = summary["step_seconds"] / summary["accumulation"]
     last = (run.training or run.evaluations or [{}])[-1]

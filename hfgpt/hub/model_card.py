@@ -252,9 +252,13 @@ def _training_rows(
         ("tokens", f"{trainer['num_input_tokens_seen']:,} in {trainer['step']:,} steps"),
         ("tokenizer", Path(tokenizer).name if Path(tokenizer).is_absolute() else tokenizer),
     ]
+    stages = config["tokens_per_step"]
     if plan := run.get("plan"):
         rows += [
-            ("tokens per step", stages_in_words(plan["tokens_per_step"] or config["tokens_per_step"])),
+            (
+                "tokens per step",
+                stages_in_words(stages if isinstance(stages, list) else plan["tokens_per_step"] or stages),
+            ),
             ("precision", {"no": "float32"}.get(plan["precision"]["name"], plan["precision"]["name"])),
             ("hardware", run["device"] + (f", {plan['processes']} processes" if plan["processes"] > 1 else "")),
         ]

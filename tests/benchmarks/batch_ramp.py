@@ -1,6 +1,8 @@
 """What steps that grow (`tokens_per_step` in stages) bring at equal tokens: losses, steps and CPU time of one thread.
 
-Each kind of step is tried at several rates with one seed; its best rate is then run with more seeds.
+Each kind of step is tried at rising rates with one seed, until two in a row are worse; its best rate is then run with
+more seeds. Steps of 1,728 tokens are about as many as those that grow. Runs that the results already have are not
+repeated.
 
     python tests/benchmarks/batch_ramp.py TEXT [--tokenizer bpe-1024] --results results/batch_ramp.json
     python tests/benchmarks/batch_ramp.py --plot results/batch_ramp.svg --results results/batch_ramp.json
@@ -24,10 +26,11 @@ from hfgpt import PretrainConfig, Pretrainer
 TOKENS = 500_000
 KINDS: dict[str, Any] = {
     "512": 512,
+    "1,728": 1728,
     "4,096": 4096,
     "512 to 4,096": [[0, 512], [TOKENS // 10, 1024], [TOKENS // 4, 2048], [TOKENS // 2, 4096]],
 }
-RATES = (1e-3, 2e-3, 4e-3, 8e-3, 16e-3)
+RATES = (1e-3, 2e-3, 4e-3, 8e-3, 16e-3, 32e-3, 64e-3)
 SEEDS = (1, 2, 3)
 
 
@@ -43,13 +46,13 @@ class CpuTime(TrainerCallback):
 
 def train(dataset: str, tokenizer: str, kind: str, rate: float, seed: int) -> dict[str, Any]:
     """Train once, and return what came out."""
-    steps = {"512": 976, "4,096": 122, "512 to 4,096": 293}[kind]
+    steps = {"512": 976, "1,728": 289, "4,096": 122, "512 to 4,096": 293}[kind]
     with tempfile.TemporaryDirectory() as folder:
         config = PretrainConfig(
             **{"output_dir": folder, "dataset": dataset, "tokenizer": tokenizer, "seed": seed, "max_tokens": TOKENS},
             **{"model": {"n_layer": 2, "n_head": 2, "n_embd": 64, "n_positions": 64}, "sequence_length": 64},
-            **{"tokens_per_step": KINDS[kind], "per_device_train_batch_size": 8, "learning_rate": rate},
-            warmup_steps=6 if kind == "4,096" else 48,  # about 25,000 tokens
+            **{"tokens_per_step": KINDS[kind], "per_device_train_batch_size": 9 if kind == "1,728" else 8},
+            **{"learning_rate": rate, "warmup_steps": {"4,096": 6, "1,728": 14}.get(kind, 48)},  # 25,000 tokens
             **{"eval_steps": steps // 10, "eval_tokens": 20_000, "logging_steps": 10, "save_steps": 0},
             **{"mixed_precision": "no", "torch_compile": False, "mfu_peak_tflops": 1, "report": False},
         )
@@ -68,14 +71,28 @@ def train(dataset: str, tokenizer: str, kind: str, rate: float, seed: int) -> di
     return {**found, "curve": curve}
 
 
-def measure(dataset: str, tokenizer: str) -> list[dict[str, Any]]:
+def measure(dataset: str, tokenizer: str, runs: list[dict[str, Any]]) -> None:
+    """Add the runs of one text that are missing."""
     torch.set_num_threads(1)
-    runs = []
+
+    def loss(kind: str, rate: float, seed: int = SEEDS[0]) -> float:
+        found = [run for run in runs if (run["kind"], run["rate"], run["seed"]) == (kind, rate, seed)]
+        if not found:
+            runs.append(train(dataset, tokenizer, kind, rate, seed))
+        return (found or runs[-1:])[0]["eval_loss"]
+
     for kind in KINDS:
-        tried = [train(dataset, tokenizer, kind, rate, SEEDS[0]) for rate in RATES]
-        best = min(tried, key=lambda run: run["eval_loss"])["rate"]
-        runs += tried + [train(dataset, tokenizer, kind, best, seed) for seed in SEEDS[1:]]
-    return runs
+        losses: list[float] = []
+        for rate in RATES:
+            losses.append(loss(kind, rate))
+            if len(losses) > 2 and min(losses[-2:]) > min(losses):
+                break
+        for seed in SEEDS[1:]:
+            loss(kind, best_rate(runs, kind), seed)
+
+
+def best_rate(runs: list[dict[str, Any]], kind: str) -> float:
+    return min((run["eval_loss"], run["rate"]) for run in runs if (run["kind"], run["seed"]) == (kind, SEEDS[0]))[1]
 
 
 def plot(results: dict[str, list[dict[str, Any]]], path: Path) -> None:
@@ -85,7 +102,7 @@ def plot(results: dict[str, list[dict[str, Any]]], path: Path) -> None:
     figure = Figure(figsize=(9, 3.2 * len(results)), layout="constrained")
     for row, (text, runs) in zip(figure.subplots(len(results), 2, squeeze=False), results.items(), strict=True):
         for kind in KINDS:
-            rate = next(run["rate"] for run in runs if run["kind"] == kind and run["seed"] == SEEDS[-1])
+            rate = best_rate(runs, kind)
             curves = [run["curve"] for run in runs if run["kind"] == kind and run["rate"] == rate]
             steps, tokens, losses = np.array(curves).mean(axis=0).T
             for axes, places, name in ((row[0], tokens, "tokens"), (row[1], steps, "steps")):
@@ -107,7 +124,7 @@ def main() -> None:
     flags = parser.parse_args()
     results = json.loads(flags.results.read_text()) if flags.results.exists() else {}
     if flags.text:
-        results[flags.name] = measure(flags.text, flags.tokenizer)
+        measure(flags.text, flags.tokenizer, results.setdefault(flags.name, []))
         flags.results.write_text(json.dumps(results, indent=1))
     if flags.plot:
         plot(results, flags.plot)

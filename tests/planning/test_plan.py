@@ -179,7 +179,19 @@ def test_the_plan_of_a_run_has_the_same_memory():
     batch, model = config.batch(1), model_config("gpt2-125m")
     setting = setting_of(config, batch, "bf16", 1, "cuda")
     choices = Precision("bf16", ""), CompileChoice(False, "")
-    plan = Plan(config, model, batch, 1, *choices, "card", [], "out/checkpoint-1", setting, peak_tflops=100.0)
+    plan = Plan(
+        config,
+        model,
+        batch,
+        config.step_sizes(batch),
+        1,
+        *choices,
+        "card",
+        [],
+        "out/checkpoint-1",
+        setting,
+        peak_tflops=100.0,
+    )
     expected = training_memory(model, setting).peak / 2**30
     assert f"memory   about {expected:.2g} GiB expected" in plan.lines()
     on_cpu = replace(plan, setting=setting_of(config, batch, "bf16", 1, "cpu")).lines()
@@ -197,6 +209,18 @@ def test_the_plan_of_a_run_says_how_long_it_takes(steps, shown):
     config = PretrainConfig(model="gpt2-125m", max_steps=steps, tokens_per_step=524_288)
     batch, model = config.batch(1), model_config("gpt2-125m")
     setting, choices = setting_of(config, batch, "bf16", 1, "cuda"), (Precision("bf16", ""), CompileChoice(False, ""))
-    plan = Plan(config, model, batch, steps, *choices, "card", [], "out/checkpoint-1", setting, peak_tflops=230.0)
+    plan = Plan(
+        config,
+        model,
+        batch,
+        config.step_sizes(batch),
+        steps,
+        *choices,
+        "card",
+        [],
+        "out/checkpoint-1",
+        setting,
+        peak_tflops=230.0,
+    )
     assert any(line.startswith(f"time     {shown} of training on this GPU") for line in plan.lines())
     assert not any(line.startswith("time ") for line in replace(plan, peak_tflops=None).lines())
