@@ -40,7 +40,7 @@ OF_TRAINING = {
     "learning_rate", "min_learning_rate", "lr_scheduler_type", "lr_schedule_on_resume", "warmup_steps", "weight_decay",
     "muon_learning_rate", "embedding_learning_rate", "vector_learning_rate", "embedding_weight_decay",
     "vector_weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm",
-    "ema_decay", "average_last",
+    "ema_decay", "average_last", "tokens_per_step",
 }  # fmt: skip
 
 
