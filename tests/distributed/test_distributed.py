@@ -401,11 +401,12 @@ def test_gradients_are_exchanged_once_a_step(tmp_path, document_folder):
 
 
 @pytest.mark.slow
-def test_a_non_finite_step_is_skipped_by_a_sharded_model(launch, tmp_path):
+@pytest.mark.parametrize(("kind", "optim"), [("fsdp2", "adamw"), ("fsdp2", "muon"), ("ddp", "muon")])
+def test_a_non_finite_step_is_skipped_by_all_processes(launch, tmp_path, kind, optim):
     poison = "from running import PoisonMicroBatch\n"
     recipe = (tmp_path / "recipe.py").read_text().replace("[Held()]", "[Held(), PoisonMicroBatch(3, 0, rank=1)]")
     (tmp_path / "recipe.py").write_text(f"import sys\nsys.path.insert(0, {str(ROOT / 'tests')!r})\n{poison}{recipe}")
-    folder = launch("fsdp2", "run", "--per_device_train_batch_size", "4")
+    folder = launch(kind, "run", "--per_device_train_batch_size", "4", "--optim", optim)
     [record] = lines(folder, "documents")
     assert record["step"] == 3 and record["ranks"] == [1] and record["documents"]
     for name in ("model.safetensors", "training_state/optimizer.safetensors"):
