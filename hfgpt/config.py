@@ -145,6 +145,20 @@ class PretrainConfig:
     )
     average_last: float | None = _f(None, "average the weights of the last part of max_steps evenly, such as 0.2", OPEN)
     max_grad_norm: float = _f(1.0, "clip gradients to this norm; 0: no clipping", SIZE_OR_NONE)
+    skip_spikes: float | None = _f(
+        None,
+        "skip steps whose loss or gradient norm is this many standard deviations above the mean of the last 128, such "
+        "as 10; 0: never",
+        SIZE_OR_NONE,
+    )
+    rollback_margin: float | None = _f(
+        None,
+        "go back to a checkpoint, and pass over the text since, when the loss stays this much above its lowest mean, "
+        "such as 1",
+        SIZE,
+    )
+    rollback_steps: int = _f(50, "steps in a row above rollback_margin; also the steps of a mean", POSITIVE)
+    max_rollbacks: int = _f(3, "rollbacks after which the next divergence ends the run", POSITIVE)
     mixed_precision: Literal["auto", "bf16", "fp16", "no"] = _f(
         "auto", "auto: the fastest precision that this device supports"
     )

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -16,6 +17,7 @@ from forked import FORK, Forked
 from transformers import TrainerCallback
 
 from hfgpt import PretrainConfig, Pretrainer
+from hfgpt.data.loader import iterate
 from hfgpt.distributed.stop_signals import StopSignals
 from hfgpt.training.run import TrainingRun
 from hfgpt.training.setup import prepare
@@ -52,22 +54,48 @@ class StopAt(TrainerCallback):
 
 
 class PoisonMicroBatch(TrainerCallback):
-    """Makes the loss of one micro-batch of a step not a number, on one process."""
+    """Multiplies the loss of one micro-batch of a step, by default so that it is not a number, on one process."""
 
-    def __init__(self, step, micro_batch, rank=0):
-        self.step, self.micro_batch, self.rank, self.seen = step, micro_batch, rank, -1
+    def __init__(self, step, micro_batch, rank=0, factor=float("nan")):
+        self.step, self.micro_batch, self.rank, self.factor, self.seen = step, micro_batch, rank, factor, -1
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
         def poison(module, arguments, output):
             self.seen += 1
             if (self.now, self.seen, int(os.environ.get("RANK", "0"))) == (self.step, self.micro_batch, self.rank):
-                output.loss = output.loss * float("nan")
+                output.loss = output.loss * self.factor
             return output
 
         model.register_forward_hook(poison)
 
     def on_step_begin(self, args, state, control, **kwargs):
         self.now, self.seen = state.global_step + 1, -1
+
+
+class BrokenText(TrainerCallback):
+    """Gives `rows` of the text, see `rows_of_steps`, targets that nobody can learn."""
+
+    def __init__(self, rows: list[str]) -> None:
+        self.rows = set(rows)
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        def break_rows(module, arguments, named):
+            ids = named["input_ids"]
+            is_broken = torch.tensor([row.to(torch.int32).numpy().tobytes().hex() in self.rows for row in ids])
+            nonsense = (ids * 31 + ids.roll(1, 1) * 7 + torch.arange(ids.shape[1]) ** 2) % model.config.vocab_size
+            labels = torch.where(is_broken[:, None], nonsense, named["shift_labels"])
+            return arguments, {**named, "shift_labels": labels}
+
+        model.register_forward_pre_hook(break_rows, with_kwargs=True)
+
+
+def rows_of_steps(config, steps: range) -> list[str]:
+    """The inputs of steps (from 1) of a run with `config`, as `BrokenText` takes them."""
+    run = prepared(config)
+    batches = list(islice(iterate(run.data.train, None), steps[-1]))
+    run.folder.close()
+    run.batches.close()
+    return [row[:-1].astype("int32").tobytes().hex() for step in steps for row in batches[step - 1].blocks]
 
 
 def prepared(config, *callbacks) -> TrainingRun:

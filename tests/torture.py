@@ -27,7 +27,7 @@ import torch
 from transformers import TrainerCallback
 
 from hfgpt import PretrainConfig, Pretrainer, files, links
-from hfgpt.checkpointing import checkpoint, saver
+from hfgpt.checkpointing import checkpoint, rewind, saver
 from hfgpt.checkpointing.run_folder import RunFolder
 from hfgpt.distributed.device_peaks import Peak
 from hfgpt.links import LATEST
@@ -319,7 +319,7 @@ def slow_down(places: Places, rng: random.Random) -> None:
     links.replace = pausing(files.replace, 1.0, LINKED)
     checkpoint.rename = lambda old, new: (aside if new.name.startswith(".") else to_checkpoint)(old, new)
     saver.write_checkpoint = telling(saver.write_checkpoint, places.saver, WRITING, IDLE)
-    RunFolder.rewind = telling(RunFolder.rewind, places.run, REWINDING, TRAINING)
+    rewind.rewind_records = telling(rewind.rewind_records, places.run, REWINDING, TRAINING)
 
 
 def differences(alone: RunFolder, killed: RunFolder) -> list[str]:

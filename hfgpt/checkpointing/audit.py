@@ -6,6 +6,8 @@ import dataclasses
 import json
 from array import array
 from collections import Counter, defaultdict
+from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -53,8 +55,9 @@ def audit(folder: str | Path) -> dict[str, Any]:
     same, tokens_of_sources = 0, None
     if isinstance(data.train, MixedStream):
         _follow_changes(data.train, run, ledger)
-    before = data.train.start
-    for line, batch in zip(ledger, iterate(data.train, None), strict=False):
+    before, batches = data.train.start, iterate(data.train, None)
+    passed_over = {"steps": 0, "documents": 0}
+    for line, batch in zip(ledger, batches, strict=False):
         if not is_hash_of(str(line["batch_hash"]), batch.blocks) or batch.position != line["position"]:
             problems.append(f"step {line['step']} was not trained on the next text in the stream")
             break
@@ -67,6 +70,9 @@ def audit(folder: str | Path) -> dict[str, Any]:
         skipped.update(batch.skipped)
         for one in seen.values():
             one.add(batch)
+        if problem := _pass_over(line, batches, seen, skipped, passed_over):
+            problems.append(problem)
+            break
     found = [one.check() for one in seen.values()]
     for what, counts in (item for of_source in found for item in of_source.items()):
         if +counts:
@@ -82,12 +88,45 @@ def audit(folder: str | Path) -> dict[str, Any]:
         "tokens": sizes.tokens_after(same),
         **_count_documents(seen),
         **({"sources": sources} if sources else {}),
+        **_left_out(run, passed_over, sizes.tokens(0)),
         **({"not_checked": why} if (why := _why_not_checked(data.train)) else {}),
         "validation_documents": data.validation_documents if seen else None,
         "leaked": sum(of_source[LEAKED].total() for of_source in found) if seen else None,
         "skipped_rows": dict(data.skipped + skipped),
         "problems": problems,
     }
+
+
+def _pass_over(
+    line: dict[str, Any],
+    batches: Iterator[StepBatch],
+    seen: dict[str, _SeenDocuments],
+    skipped: Counter[str],
+    passed_over: dict[str, int],
+) -> str | None:
+    """Go on with the text past what rollbacks to the step of a line have passed over. Returns what is wrong with it."""
+    begun = sum(one.count for one in seen.values())
+    for rollback in line.get("rollbacks", []):
+        position = None
+        for batch in islice(batches, rollback["steps"]):
+            position = batch.position
+            skipped.update(batch.skipped)
+            for one in seen.values():
+                one.add(batch)
+            passed_over["steps"] += 1
+        if position != rollback["position"]:
+            return f"rollback {rollback['number']} to step {line['step']} has not passed over the text as recorded"
+    passed_over["documents"] += sum(one.count for one in seen.values()) - begun
+    return None
+
+
+def _left_out(run: RunFolder, passed_over: dict[str, int], tokens_per_step: int) -> dict[str, Any]:
+    """Return the text that was read but is not in the model: of skipped steps, and that rollbacks passed over."""
+    skipped = [record["step"] for record in run.records() if record.get("event") == "skip_step"]
+    facts: dict[str, Any] = {"skipped_steps": skipped} if skipped else {}
+    if passed_over["steps"]:
+        facts["passed_over"] = {**passed_over, "tokens": passed_over["steps"] * tokens_per_step}
+    return facts
 
 
 def _count_documents(seen: dict[str, _SeenDocuments]) -> dict[str, int | None]:

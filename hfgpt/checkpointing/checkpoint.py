@@ -19,7 +19,7 @@ import xxhash
 from hfgpt.checkpointing.read_training_state import STATE, read_state
 from hfgpt.checkpointing.run_folder import RunFolder, write_json
 from hfgpt.errors import UserError
-from hfgpt.files import read_text_file, remove, rename, replace, sync
+from hfgpt.files import read_text_file, remove, rename, sync
 from hfgpt.links import BEST, LATEST, follow, set_link
 
 logger = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ def write_checkpoint(run: RunFolder, step: int, write: Callable[[Path], None], k
 
     temporary = _write_temporary(final, fill)
     if final.exists():  # a damaged one, since the run would have resumed from a complete one
-        _remove(final)
+        remove_checkpoint(final)
     rename(temporary, final)
     if link(run, LATEST, final):
         rotate(run, final, keep)
@@ -76,7 +76,7 @@ def refuse_existing(folder: Path) -> None:
 def _write_temporary(final: Path, write: Callable[[Path], None]) -> Path:
     """Let `write` fill a temporary folder for `final`, add its manifest, sync it to disk, and return it."""
     temporary = final.with_name(f".{final.name}.tmp")
-    _remove(temporary)
+    remove_checkpoint(temporary)
     try:
         temporary.mkdir(parents=True)
         write(temporary)
@@ -89,7 +89,7 @@ def _write_temporary(final: Path, write: Callable[[Path], None]) -> Path:
         for folder in (*filter(Path.is_dir, temporary.rglob("*")), temporary):
             sync(folder)
     except BaseException:
-        _remove(temporary)  # the disk may be full
+        remove_checkpoint(temporary)  # the disk may be full
         raise
     return temporary
 
@@ -106,35 +106,6 @@ def link(run: RunFolder, name: str, folder: Path) -> bool:
         logger.warning("%s could not be set to %s: %s", final, folder.name, error)
         return False
     return True
-
-
-def rewind_run(run: RunFolder, checkpoint: Path | None, step: int, keep: int | None) -> None:
-    """Reset the run folder to `step`, where the run resumes with `checkpoint` (None: it starts at step 1).
-
-    Also completes a link or rotation that a killed process left undone.
-    """
-    if checkpoint and run.room and checkpoint.is_relative_to(run.room):
-        checkpoint = _adopt(run, checkpoint)
-    own = [folder for folder in run.checkpoints() if checkpoint and folder.samefile(checkpoint)]
-    if checkpoint and not own:
-        run.copy_records(checkpoint.resolve().parent)
-    is_linked = all([link(run, LATEST, folder) for folder in own])  # before later checkpoints are renamed
-    run.rewind(step if checkpoint else -1)
-    for folder in own if is_linked else []:
-        rotate(run, folder, keep)
-
-
-def _adopt(run: RunFolder, downloaded: Path) -> Path:
-    """Move a downloaded checkpoint into the run folder, with the records beside it, and return its new place."""
-    final = run.path / downloaded.name
-    if final.exists():  # a damaged one
-        _remove(final)
-    for path in (run.metrics, run.ledger):
-        if (source := downloaded.parent / path.name).exists():
-            replace(source, path)
-    rename(downloaded, final)
-    sync(run.path)
-    return final
 
 
 def rotate(run: RunFolder, newest: Path, keep: int | None) -> None:
@@ -165,12 +136,12 @@ def rotate(run: RunFolder, newest: Path, keep: int | None) -> None:
         if old in run.held:
             continue  # it is being pushed; a later rotation deletes it
         try:
-            _remove(old)
+            remove_checkpoint(old)
         except OSError as error:  # Windows, while another program reads it
             logger.warning("%s could not be deleted (%s); this is tried again after the next save", old, error.strerror)
 
 
-def _remove(folder: Path) -> None:
+def remove_checkpoint(folder: Path) -> None:
     """Rename a folder, then delete it, so that a partly deleted one is not taken for a checkpoint."""
     if folder.exists() and not folder.is_symlink():
         renamed = folder.with_name(f".{folder.name.strip('.')}.removed")

@@ -33,6 +33,10 @@ def _or_null(check: Check) -> Check:
     return lambda value: value is None or check(value)
 
 
+def _all(check: Check) -> Check:
+    return lambda value: isinstance(value, list) and all(map(check, value))
+
+
 def _wrong_keys(value: dict[str, Any], form: dict[str, Check]) -> list[str]:
     return [key for key, check in form.items() if key not in value or not check(value[key])]
 
@@ -52,6 +56,17 @@ FORMS: dict[str, dict[str, Check]] = {
         "gradient_scaler": _or_null(_is_object),
         "average": _or_null(_has({"steps": is_count, "is_model": lambda value: isinstance(value, bool)})),
         "sized_since": lambda value: isinstance(value, list) and len(value) == 2 and all(map(is_count, value)),
+        "spike_window": _or_null(_all(lambda row: _all(_is_amount)(row) and len(row) == 2)),
+        "loss_watch": _or_null(
+            _has(
+                {
+                    "skipped_in_a_row": is_count,
+                    "divergence": _or_null(
+                        _has({"losses": _all(_is_amount), "best": _or_null(_is_amount), "above": is_count})
+                    ),
+                }
+            )
+        ),
     },
     "data_state": {"fingerprint": _is_object, "position": _is_object},
 }
@@ -63,8 +78,8 @@ def read_state(folder: Path, name: str) -> dict[str, Any]:
     try:
         state = json.loads(read_text_file(path))
         if name == "trainer_state" and isinstance(state, dict):
-            for key, earlier in (("average", None), ("sized_since", [0, 0])):  # as in checkpoints of earlier versions
-                state.setdefault(key, earlier)
+            earlier = {"average": None, "sized_since": [0, 0], "spike_window": None, "loss_watch": None}
+            state = {**earlier, **state}  # as in checkpoints of earlier versions
         wrong = _wrong_keys(state, FORMS[name]) if isinstance(state, dict) else ["not an object"]
     except (OSError, ValueError, RecursionError) as error:
         wrong = [f"{type(error).__name__}: {error}"]

@@ -5,6 +5,7 @@
       metrics.jsonl         a line per training, evaluation and event record
       ledger.jsonl          a line per step: which text it was trained on
       evaluations.jsonl     later evaluations of its checkpoints
+      abandoned.jsonl       records of steps that a rollback has dropped from metrics.jsonl
       report.html           its curves and values as a page; never read back
       traceback.txt         of a crash; traceback-process-1.txt of another process
       .lock                 held by the process that trains here
@@ -17,9 +18,10 @@
       checkpoint-best       link to the one with the lowest evaluation loss (or metric_for_best_model)
       .checkpoint-1000.tmp  a checkpoint while it is written
       .checkpoint-hub-*     a checkpoint while it is downloaded
-      abandoned-*           later checkpoints, set aside when the run resumed from an earlier one
+      abandoned-*           later checkpoints, set aside when the run went back to an earlier one
 
-`checkpoint.py` writes and finds checkpoints, `state.py` knows their tensors, `read_training_state.py` reads their JSON.
+`checkpoint.py` writes and finds checkpoints, `rewind.py` returns the folder to one, `state.py` knows their tensors,
+`read_training_state.py` reads their JSON.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ from pathlib import Path
 from typing import Any
 
 from hfgpt.checkpointing import lock
-from hfgpt.checkpointing.read_records import parse_record, read_records, with_time
+from hfgpt.checkpointing.read_records import read_records, with_time
 from hfgpt.errors import UserError
 from hfgpt.files import read_text_file, remove, rename, write_whole
 
@@ -64,6 +66,7 @@ class RunFolder:
         self.metrics = self.path / "metrics.jsonl"
         self.ledger = self.path / "ledger.jsonl"
         self.evaluations = self.path / "evaluations.jsonl"
+        self.abandoned = self.path / "abandoned.jsonl"
         self.report = self.path / "report.html"
         self.held: set[Path] = set()  # checkpoints that must not be deleted now
         self.room: Path | None = None  # a folder for a checkpoint that is downloaded
@@ -240,26 +243,15 @@ class RunFolder:
         if self.writes:
             write_whole(self.report, page.encode(errors="replace"))
 
-    def rewind(self, step: int) -> None:
-        """Drop incomplete lines and the records of later steps, which the resumed run writes again.
+    def rollback_at(self, step: int) -> dict[str, Any] | None:
+        """Return the newest rollback to a step, from its line in the ledger; None if there was none."""
+        lines = [line for line in self.text_records() if line["step"] == step]
+        return (lines[-1].get("rollbacks") or [None])[-1] if lines else None
 
-        Later checkpoints are renamed, so that none of them is taken for the newest. Unfinished ones are deleted.
-        """
-        if not self.writes:
-            return
-        for unfinished in self.path.glob(".checkpoint-*"):
-            remove(unfinished)
-        for folder in self.checkpoints():
-            if int(folder.name.split("-")[1]) > step:
-                logger.warning("%s is set aside as %s", folder, self.abandon(folder).name)
-        for path in filter(Path.exists, (self.metrics, self.ledger)):
-            content, kept = path.read_bytes(), []
-            for line in content.splitlines(keepends=True):
-                record = parse_record(line)
-                if record is not None and record["step"] <= step and line.endswith(b"\n"):
-                    kept.append(line)
-            if (rest := b"".join(kept)) != content:
-                write_whole(path, rest)
+    def drop_unwritten(self, step: int) -> None:
+        """Forget lines of steps after `step` that could not be written yet."""
+        for lines in self._unwritten.values():
+            lines[:] = [line for line in lines if json.loads(line)["step"] <= step]
 
     def copy_records(self, other: Path) -> None:
         """Copy the records of the run in `other`, which continues here."""

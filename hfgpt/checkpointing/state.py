@@ -112,6 +112,8 @@ def load_model_and_optimizer(
     trainer: its trainer_state.json. take_average: takes the model's weights as the average of this many steps.
     Only the main process reads the files. Raises UserError if the checkpoint is from another optimizer.
     """
+    if isinstance(model, FSDPModule):
+        model.reshard()  # as in `snapshot`
     state: Any = get_optimizer_state_dict(model, optimizer)
     parts = ["weights"] if take_average is None else ["average", "weights"]
     read: dict[str, Any] = {name: {} for name in (*parts, "optimizer")}  # remains empty on the other processes

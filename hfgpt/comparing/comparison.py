@@ -120,7 +120,7 @@ def _not_finite(run: PastRun) -> list[str]:
         )
     if skipped := [event.get("step") for event in run.events if event.get("event") == "skip_step"]:
         notes.append(
-            f"training skipped {counted(len(skipped), 'step')} because loss or gradient was not finite; "
+            f"training skipped {counted(len(skipped), 'step')} because loss or gradient was not finite or a spike; "
             f"the first is step {skipped[0]}"
         )
     return notes

@@ -10,7 +10,7 @@ from hfgpt.comparing.values import format_value
 
 _MOST_LINES = 20  # of a run
 _UNREMARKABLE = ("start", "save", "push", "end", "sample")
-_ON_PLOTS = ("resume", "skip_step", "oom_retry", "signal", "stream_retry", "save_failed", "push_failed")
+_ON_PLOTS = ("resume", "skip_step", "rollback", "oom_retry", "signal", "stream_retry", "save_failed", "push_failed")
 _MOST_MARKS, _MOST_IN_MARK = 60, 5
 
 

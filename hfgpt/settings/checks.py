@@ -140,6 +140,7 @@ def _find_conflicts(config: PretrainConfig, unreadable: set[str], sizes_fine: bo
         problems.append(f"muon_learning_rate={config.muon_learning_rate}: only used with optim=muon; leave it out")
     if config.ema_decay is not None and config.average_last is not None:
         problems.append("ema_decay and average_last are both given; keep one")
+    problems += _find_rollback_conflicts(config)
     if sizes_fine and config.ddp_timeout <= config.stream_timeout:
         problems.append(
             f"ddp_timeout={config.ddp_timeout:g}: must be above stream_timeout={config.stream_timeout:g}, since the "
@@ -164,6 +165,22 @@ def _find_conflicts(config: PretrainConfig, unreadable: set[str], sizes_fine: bo
         problems.append(
             f"warmup_steps={config.warmup_steps}: lr_scheduler_type=constant has no warm-up; use constant_with_warmup"
         )
+    return problems
+
+
+def _find_rollback_conflicts(config: PretrainConfig) -> list[str]:
+    """Find settings with which there may be no checkpoint to go back to, or no text to pass over."""
+    if config.rollback_margin is None:
+        return []
+    problems, where = [], f"rollback_margin={config.rollback_margin:g}"
+    if not config.save_steps:
+        problems.append(f"{where}: needs checkpoints to go back to; set save_steps above 0")
+    if config.save_total_limit == 1:
+        problems.append(f"{where}: with save_total_limit=1 the only checkpoint may be a bad one; keep 2 or more")
+    if isinstance(config.dataset, list):
+        problems.append(f"{where}: not with a mixture, whose shares follow the step; leave it out")
+    if isinstance(config.tokens_per_step, list):
+        problems.append(f"{where}: not with a tokens_per_step that grows; leave it out, or give one number")
     return problems
 
 

@@ -43,7 +43,7 @@ class WeightAverage:
         """Add the weights after step `step`, unless the step was skipped."""
         if step < self.first_step:
             return
-        is_made = result.loss.isfinite() & result.grad_norm.isfinite()
+        is_made = ~result.is_skipped
         self._steps += is_made
         count = self._steps.clamp(min=1).float()
         share = 1 / count
@@ -73,6 +73,12 @@ class WeightAverage:
         """Return whether this is the average `saved` by a run with `config`, and not one that starts after `step`."""
         is_same_kind = (config.get("ema_decay") is None) == (self.decay is None)
         return saved is not None and is_same_kind and step >= self.first_step
+
+    def reset(self) -> None:
+        """Forget all steps."""
+        for average in self.tensors:
+            average.zero_()
+        self._steps.zero_()
 
     @torch.no_grad()
     def take(self, steps: int) -> None:

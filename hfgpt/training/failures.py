@@ -59,6 +59,8 @@ def _save_alone(run: TrainingRun) -> list[str]:
     try:
         record_saved(run, run.saver.collect(wait=True))
         logs = run.non_finite.read(alone=True)
+        if run.non_finite.diverged:
+            return [f"step {step} is not saved, because the run has diverged"]
         if logs and run.callbacks.control.should_log:
             run.callbacks.mfu.on_log(run.callbacks.args, run.callbacks.state, run.callbacks.control, logs)
             run.record(**logs)

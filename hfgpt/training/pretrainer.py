@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 from transformers import TrainerCallback
 
-from hfgpt.checkpointing.checkpoint import rewind_run
+from hfgpt.checkpointing.rewind import rewind_run
 from hfgpt.config import PretrainConfig
 from hfgpt.data import describe_skipped
 from hfgpt.data.formats.given import given_datasets, name_datasets
@@ -24,6 +24,7 @@ from hfgpt.training.evaluating import evaluate
 from hfgpt.training.failures import how_to_continue, saved_on_failure
 from hfgpt.training.non_finite import Step
 from hfgpt.training.parameter_groups import own_learning_rates
+from hfgpt.training.rollback import record_rollback, roll_back
 from hfgpt.training.run import TrainingRun
 from hfgpt.training.saving import finish_pushes, note_saved, record_lost_output, record_samples, save, write_report
 from hfgpt.training.setup import prepare
@@ -62,7 +63,7 @@ class Pretrainer:
             with given_datasets(self._datasets):
                 run = self.run = prepare(self.config, self.callbacks, signals)
             ranks, control, step = run.machine.ranks, run.callbacks.control, run.step
-            with closing(run.folder), run.saver, closing(run.batches), saved_on_failure(run), ranks.share_failures():
+            with closing(run), run.saver, saved_on_failure(run), ranks.share_failures():
                 if run.is_main:
                     print("\n".join(run.plan.lines()), flush=True)
                     if run.resumed:
@@ -92,6 +93,8 @@ class Pretrainer:
                     record_lost_output(run)
                     note_saved(run)  # last, because on_save resets control.should_save
                     run.callbacks.agree(ranks)
+                    if run.non_finite.diverged:
+                        roll_back(run)
                 complete(run)
         if self.config.push_to_hub and run.is_main:  # after the other processes have finished
             push_trained(self.config, run.folder.checkpoint(run.progress.step))
@@ -143,6 +146,8 @@ def start(run: TrainingRun) -> None:
     if run.is_main:
         resumed_from = run.resumed.folder if run.resumed else None
         rewind_run(run.folder, resumed_from, run.progress.step, run.config.save_total_limit)
+        if run.resumed and run.resumed.rollback:
+            record_rollback(run, run.resumed.rollback)
     if run.resumed:
         run.record(event="resume", max_steps=run.plan.max_steps, **run.resumed.to_record(run.data.train))
     else:
@@ -164,7 +169,8 @@ def advance(run: TrainingRun, own: StepBatch, text: StepText, result: StepResult
     if run.average:
         run.average.update(progress.step, result)
     run.step.is_updating = False
-    run.non_finite.add(Step(progress.step, run.step.learning_rate(progress.step), own), result)
+    rate, skipped_rows = run.step.learning_rate(progress.step), progress.skipped_rows.copy()
+    run.non_finite.add(Step(progress.step, rate, own, text.position, skipped_rows), result)
     for event in text.retries:
         run.record(event="stream_retry", **event)
     if run.is_complete:
@@ -222,6 +228,9 @@ def stop(run: TrainingRun, fault: Exception) -> NoReturn:
 
 def finish(run: TrainingRun, fault: str | None = None) -> None:
     """Save and record everything that has not been saved or recorded yet."""
+    run.non_finite.read()
+    if run.non_finite.diverged:
+        roll_back(run)
     if run.progress.step not in (0, run.saver.saved_step):
         save(run, at_end=True)
     note_saved(run, wait=True, at_end=True)

@@ -30,6 +30,8 @@ class Progress:
     trackers: dict[str, str] = field(default_factory=dict)  # the id of the run in each tracker
     # Of each source of a mixture: `tokens` so far, newest `loss` and its `loss_step`, and `last_step` if it is over.
     sources: dict[str, dict[str, Any]] = field(default_factory=dict)
+    rollbacks: int = 0  # of the run so far, see rollback.py
+    passed_over: int = 0  # steps whose text they passed over, in total
 
     def to_json(self) -> dict[str, Any]:
         state = {one.name: getattr(self, one.name) for one in fields(self)}
@@ -44,6 +46,16 @@ class Progress:
         known = {one.name: state[one.name] for one in fields(cls) if one.name in state}
         skipped_rows = Counter(state["skipped_rows"])
         return cls(**{**known, "skipped_rows": skipped_rows, "evaluation": state["evaluation"] or {}})
+
+    def return_to(self, state: dict[str, Any]) -> None:
+        """Take the state of an earlier checkpoint of this run, but keep what the run has cost and where it reports."""
+        kept = {name: getattr(self, name) for name in ("wall_seconds", "trackers", "sized_since")}
+        vars(self).update({**vars(self.from_json(state)), **kept, "evaluation_is_due": False})
+
+    def follow_rollback(self, rollback: dict[str, Any]) -> None:
+        """Count a rollback, and the unusable rows in the text that it passed over."""
+        self.rollbacks, self.passed_over = rollback["number"], rollback["passed_over"]
+        self.skipped_rows = Counter(rollback["skipped_rows"])
 
     def forget_average(self) -> None:
         """Drop what the newest evaluation has of an average of the weights."""

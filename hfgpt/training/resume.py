@@ -29,6 +29,7 @@ from hfgpt.training.averaging import WeightAverage
 from hfgpt.training.lr_schedule import LearningRate
 from hfgpt.training.plan import Plan
 from hfgpt.training.progress import Progress
+from hfgpt.training.spikes import SpikeWindow
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +46,7 @@ class Resumed:
     changed_settings: dict[str, dict[str, Any]]
     changed_text: str
     warnings: list[str]
+    rollback: dict[str, Any] | None = None  # after the checkpoint, by the ledger
 
     @property
     def origin(self) -> str | None:
@@ -82,16 +84,21 @@ class Resumed:
         scaler: Any,
         ranks: Ranks,
         average: WeightAverage | None,
+        spikes: SpikeWindow | None,
     ) -> None:
-        """Restore weights, their average, optimizer and loss scaler in place. Call on all processes."""
+        """Restore in place: weights, their average, optimizer, loss scaler, spike window. Call on all processes."""
         trainer = self.trainer_state
         goes_on = average and average.continues(trainer["average"], trainer["config"], self.progress.step)
         take = average.take if average and goes_on else None
         if not take:  # the newest evaluation is not one of the average that starts here
             self.progress.forget_average()
+            if average:
+                average.reset()
         state.load_model_and_optimizer(self.folder, model, optimizer, ranks, trainer, take)
         if scaler is not None and self.trainer_state["gradient_scaler"]:
             scaler.load_state_dict(self.trainer_state["gradient_scaler"])
+        if spikes is not None:
+            spikes.restore(trainer["spike_window"])
 
 
 def _continue_mixture(
@@ -155,6 +162,8 @@ def resume(folder: Path, run: RunFolder, plan: Plan, data: TextData, ranks: Rank
     """
     config, max_steps = plan.config, plan.max_steps
     trainer, saved = ranks.from_main(lambda: [read_state(folder, name) for name in ("trainer_state", "data_state")])
+    rollback = ranks.from_main(partial(RunFolder(folder.resolve().parent).rollback_at, trainer["step"]))
+    saved = {**saved, "position": rollback["position"]} if rollback else saved
     name, problems = trainer.get("origin") or folder, list[str]()  # a download is removed if it is not used
     if plan.sizes.since == tuple(trainer["sized_since"]) and _begun(saved, plan.sizes, trainer["step"]):
         saved["fingerprint"]["blocks_per_step"] = plan.sizes.to_json()  # only of later steps, if at all
@@ -179,6 +188,8 @@ def resume(folder: Path, run: RunFolder, plan: Plan, data: TextData, ranks: Rank
         raise UserError(*problems)
     progress = Progress.from_json(trainer)
     progress.sized_since = plan.sizes.since
+    if rollback:
+        progress.follow_rollback(rollback)
     is_missing = progress.evaluation_step != progress.step
     if is_missing and (made_later := ranks.from_main(partial(run.evaluation, progress.step))):
         progress.evaluation, progress.evaluation_step = made_later, progress.step
@@ -190,4 +201,4 @@ def resume(folder: Path, run: RunFolder, plan: Plan, data: TextData, ranks: Rank
     learning_rate = LearningRate.of_resumed(config, trainer["schedule"], plan.sizes, trainer["step"])
     if change_of_rate := learning_rate.extend(trainer["step"], max_steps, config.lr_schedule_on_resume):
         warnings.append(change_of_rate)
-    return Resumed(folder, trainer, progress, position, learning_rate, changed, changed_text, warnings)
+    return Resumed(folder, trainer, progress, position, learning_rate, changed, changed_text, warnings, rollback)

@@ -12,6 +12,7 @@ from hfgpt.checkpointing.run_folder import RunFolder
 from hfgpt.checkpointing.saver import Saver
 from hfgpt.config import PretrainConfig
 from hfgpt.data import TextData
+from hfgpt.data.loader import iterate
 from hfgpt.data.stream import StepBatch
 from hfgpt.distributed.device import Precision
 from hfgpt.distributed.ranks import Ranks
@@ -78,6 +79,21 @@ class TrainingRun:
     @property
     def is_complete(self) -> bool:
         return self.progress.step >= self.plan.max_steps
+
+    def read_from(self, position: dict[str, Any]) -> None:
+        """Continue with the text from another position on."""
+        ranks = self.machine.ranks
+        self.batches.close()
+        self.position = position
+        workers = self.config.dataloader_num_workers
+        self.batches = iterate(self.data.train, position, ranks.rank, ranks.world_size, workers, self.progress.step)
+
+    def close(self) -> None:
+        """End the processes that read the text, and release the folder."""
+        try:
+            self.batches.close()
+        finally:
+            self.folder.close()
 
     def record(self, **values: Any) -> None:
         """Add a line to metrics.jsonl."""

@@ -27,11 +27,12 @@ POLL_SECONDS = 0.2
 def save(run: TrainingRun, at_end: bool = False) -> None:
     """Start writing a checkpoint: a Hub model folder that is also a resume point. Call on all processes.
 
-    If the last loss was not finite, the save is postponed until a loss is, so that rotation does not replace a good
-    checkpoint with a broken one. At the end of the run, the checkpoint is saved anyway.
+    If the last step was skipped, or its loss is far above others in a run that rolls back, the save is postponed until
+    one is not, so that rotation does not replace a good checkpoint with a broken one. At the end of the run, the
+    checkpoint is saved anyway.
     """
     run.non_finite.read()
-    run.saver.is_postponed = run.non_finite.skipped_in_a_row > 0 and not at_end
+    run.saver.is_postponed = run.non_finite.is_suspicious and not at_end
     if run.saver.is_postponed:
         return
     note_saved(run, wait=True, at_end=at_end)
@@ -55,7 +56,7 @@ def start_save(run: TrainingRun, after_failure: bool = False) -> None:
                 raise
             card = f"The model card could not be created ({first_line(error)}).\n"
         write = partial(state.write_files, run.step.model, run.data.tokenizer, tensors, trainer, data, card)
-        run.saver.start(run.progress.step, write, rotate=run.non_finite.skipped_in_a_row == 0)
+        run.saver.start(run.progress.step, write, rotate=not run.non_finite.is_suspicious)
     run.saver.saved_step = run.progress.step
 
 
@@ -73,6 +74,8 @@ def trainer_state(run: TrainingRun) -> dict[str, Any]:
         "micro_batch": run.step.batch.micro_batch,
         "gradient_scaler": scaler.state_dict() if scaler is not None else None,
         "average": run.average and run.average.state(run.progress.evaluation),
+        "spike_window": run.step.spikes and run.step.spikes.state(),
+        "loss_watch": run.non_finite.state(),
         "callbacks": run.callbacks.states(),
     }
 
@@ -141,7 +144,7 @@ def finish_pushes(run: TrainingRun, is_stopped: bool) -> None:
             note_pushed(run, next_action="")
     for pushed in pusher.give_up():
         _record_push(run, pushed)
-    if run.saver.saved_step and not (run.saver.failures or run.non_finite.skipped_in_a_row):
+    if run.saver.saved_step and not (run.saver.failures or run.non_finite.is_suspicious):
         rotate(run.folder, run.folder.checkpoint(run.saver.saved_step), run.config.save_total_limit)
 
 

@@ -38,6 +38,7 @@ from hfgpt.training.averaging import build_average
 from hfgpt.training.batch_size import find_fastest_split, find_recorded_split
 from hfgpt.training.build_model import attention_arguments, build_model, check_sharding
 from hfgpt.training.callback_handler import Callbacks, callback_arguments
+from hfgpt.training.divergence import build_divergence
 from hfgpt.training.init_from import initial_weights, resolve_init_from
 from hfgpt.training.lr_schedule import LearningRate
 from hfgpt.training.non_finite import NonFiniteGuard
@@ -46,6 +47,7 @@ from hfgpt.training.plan import Plan, check_memory, run_facts
 from hfgpt.training.progress import Progress
 from hfgpt.training.resume import Resumed, resume, sizes_of_run
 from hfgpt.training.run import Machine, TrainingRun
+from hfgpt.training.spikes import build_spike_window
 from hfgpt.training.step import TrainStep
 from hfgpt.training.tracker_runs import keep_runs
 from hfgpt.training.trackers import trackers
@@ -107,6 +109,7 @@ def _prepare(
     weights = initial_weights(config.init_from, data.tokenizer, ranks) if config.init_from and not resume_from else {}
     model = build_model(config, data.tokenizer, machine, compiled.enabled, weights)
     optimizer, average = build_optimizer(model, config), build_average(config, max_steps, model)
+    spikes, divergence = build_spike_window(config, accelerator), build_divergence(config)
     choices = (machine.precision, compiled, device_name(device))
     plan = Plan(
         *(config, model.config, batch, sizes, max_steps, *choices, data.description, str(folder.checkpoint(max_steps))),
@@ -116,7 +119,7 @@ def _prepare(
     resumed = resume(resume_from, folder, plan, data, ranks) if resume_from else None
     if resumed:
         plan = replace(plan, resumed=resumed.describe(folder, max_steps))
-        resumed.load(model, optimizer, accelerator.scaler, ranks, average)
+        resumed.load(model, optimizer, accelerator.scaler, ranks, average, spikes)
     progress = resumed.progress if resumed else Progress(skipped_rows=data.skipped.copy())
     position = resumed.position if resumed else data.train.start
     data.description += plan_mixture(config.metric_for_best_model, data, position, max_steps)
@@ -128,10 +131,13 @@ def _prepare(
         seed=config.seed,
         max_grad_norm=config.max_grad_norm,
         attention=attention_arguments(config, model, data.tokenizer, compiled.enabled),
+        spikes=spikes,
     )
     data.description.extend(_choose_micro_batch(config, machine, step, resumed, compiled.enabled))
     plan = replace(plan, batch=step.batch, setting=machine.memory_setting(config, step.batch, compiled.enabled))
     decode = partial(data.tokenizer.decode, skip_special_tokens=True)
+    non_finite = NonFiniteGuard(folder, ranks, partial(data.train.locate_rows, decode), divergence)
+    non_finite.restore(resumed.trainer_state["loss_watch"] if resumed else None)
     return TrainingRun(
         *(config, plan, machine, signals, folder, resumed, data),
         batches=iterate(
@@ -142,7 +148,7 @@ def _prepare(
         average=average,
         progress=progress,
         callbacks=_build_callbacks(plan, machine, own, reporting, data, step, progress, resumed),
-        non_finite=NonFiniteGuard(folder, ranks, partial(data.train.locate_rows, decode)),
+        non_finite=non_finite,
         saver=Saver(folder, config.save_total_limit, config.max_failed_saves, progress.step if resumed else None),
         pusher=SavePusher(config, folder) if config.pushes_saves and folder.writes else None,
         facts=run_facts(progress.run_id, plan, data.train.fingerprint),

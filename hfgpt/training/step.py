@@ -19,18 +19,28 @@ from hfgpt.model.head_loss import UNSCORED
 from hfgpt.settings.batch import Batch
 from hfgpt.training.lr_schedule import LearningRate
 from hfgpt.training.out_of_memory import MemoryWatch
+from hfgpt.training.spikes import SpikeWindow
 
 
 class StepResult(NamedTuple):
     """Loss and gradient norm of a step, and the losses of this process's micro-batches, as tensors on the device.
 
-    `row_losses`: each row's part of the loss, if requested.
+    `row_losses`: each row's part of the loss, if requested. `limits`: of loss and norm, above which it is a spike.
     """
 
     loss: Tensor
     grad_norm: Tensor
     micro_losses: Tensor  # (micro-batches,)
     row_losses: Tensor | None = None  # (rows,)
+    limits: Tensor | None = None  # (2,)
+
+    @property
+    def is_skipped(self) -> Tensor:
+        """Whether the weights stay as they are: loss or gradient is not finite, or a spike."""
+        is_bad = ~(self.loss.isfinite() & self.grad_norm.isfinite())
+        if self.limits is None:
+            return is_bad
+        return is_bad | (torch.stack([self.loss, self.grad_norm]) > self.limits).any()
 
 
 class TrainStep:
@@ -39,6 +49,7 @@ class TrainStep:
     model, optimizer: without wrappers. DDP is added here.
     batch: how a step is split into micro-batches. It may be replaced between steps.
     attention: returns extra inputs of the model for token ids (rows, T).
+    spikes: the steps by which a step is judged to be a spike, which is skipped; None: only non-finite steps are.
     """
 
     def __init__(
@@ -53,10 +64,11 @@ class TrainStep:
         seed: int,
         max_grad_norm: float,
         attention: Callable[[Tensor], dict[str, Any]],
+        spikes: SpikeWindow | None = None,
     ) -> None:
         self.model, self.optimizer, self.batch = model, optimizer, batch
         self.accelerator, self.ranks, self.learning_rate, self.seed = accelerator, ranks, learning_rate, seed
-        self.max_grad_norm, self.attention = max_grad_norm or float("inf"), attention
+        self.max_grad_norm, self.attention, self.spikes = max_grad_norm or float("inf"), attention, spikes
         self.is_sharded = isinstance(model, FSDPModule)
         self.parallel_model = model if self.is_sharded else accelerator.prepare(model)  # DDP, if processes are several
         # Accelerate's wrapper is only needed to scale losses (fp16).
@@ -115,14 +127,17 @@ class TrainStep:
         grad_norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.max_grad_norm)
         if isinstance(grad_norm, DTensor):
             grad_norm = grad_norm.full_tensor()
+        limits = self.spikes.limits() if self.spikes else None
+        result = StepResult(loss, grad_norm, micro_losses, row_losses, limits)
         if accelerator.scaler is None:
             # The optimizer skips the update if this is 1; fused AdamW does so without a synchronisation.
-            is_bad = ~(grad_norm.isfinite() & loss.isfinite())
-            self.optimizer.found_inf = is_bad.float()  # type: ignore[attr-defined]
+            self.optimizer.found_inf = result.is_skipped.float()  # type: ignore[attr-defined]
         self.is_updating = True
         self.scaled_optimizer.step()
         self.scaled_optimizer.zero_grad()
-        return StepResult(loss, grad_norm, micro_losses, row_losses)
+        if self.spikes:
+            self.spikes.add(loss, grad_norm, result.is_skipped)
+        return result
 
     def to_tensors(self, blocks: np.ndarray) -> tuple[Tensor, Tensor]:
         """Move blocks (rows, T + 1) to the device and split them into inputs and targets, both (rows, T).

@@ -40,7 +40,7 @@ OF_TRAINING = {
     "learning_rate", "min_learning_rate", "lr_scheduler_type", "lr_schedule_on_resume", "warmup_steps", "weight_decay",
     "muon_learning_rate", "embedding_learning_rate", "vector_learning_rate", "embedding_weight_decay",
     "vector_weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm",
-    "ema_decay", "average_last", "tokens_per_step",
+    "ema_decay", "average_last", "tokens_per_step", "skip_spikes", "rollback_margin", "rollback_steps",
 }  # fmt: skip
 
 
@@ -200,6 +200,13 @@ class KeptRun:
             if record["step"] <= earlier.step and mark_of(past.global_step, record) not in self.sent:
                 logs = {key: value for key, value in only_numbers(record).items() if key not in ("step", "time")}
                 self._send(args, past, control, logs, kwargs)
+
+    def return_to(self, step: int) -> None:
+        """Send later steps again, which a rollback repeats. Only TensorBoard can replace what it has."""
+        self.sent = {mark for mark in self.sent if mark is None or mark[0] <= step}
+        if self.name == "tensorboard" and (writer := self.callback.tb_writer) is not None:
+            writer.close()
+            self.callback.tb_writer = self.callback._SummaryWriter(str(writer.log_dir), purge_step=step + 1)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **kwargs: Any) -> None:
         if mark_of(state.global_step, logs) not in self.sent:

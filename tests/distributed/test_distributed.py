@@ -14,11 +14,12 @@ import psutil
 import pytest
 import torch
 from forked import FORK, completed
-from running import DISTRIBUTED, FORKED_TWO, ROOT, TWO, lines
+from running import DISTRIBUTED, FORKED_TWO, ROOT, TWO, lines, rows_of_steps
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from hfgpt import PretrainConfig
+from hfgpt.checkpointing.audit import audit
 from hfgpt.checkpointing.checkpoint import find_damage
 from hfgpt.distributed.fsdp2 import take_fsdp_request
 from hfgpt.errors import UserError
@@ -414,6 +415,45 @@ def test_a_non_finite_step_is_skipped_by_all_processes(launch, tmp_path, kind, o
         assert all(value.isfinite().all() for value in tensors.values())
     steps = {int(value) for key, value in tensors.items() if key.startswith("step.")}
     assert steps == {5}  # of six
+
+
+BROKEN = """
+import json, os, sys
+sys.path.insert(0, {tests!r})
+from running import BrokenText
+from hfgpt import PretrainConfig, Pretrainer, run_recipe
+from hfgpt.training import spikes
+
+spikes.WINDOW = 6
+rows = json.load(open(os.environ["ROWS"]))
+run_recipe(lambda: Pretrainer(PretrainConfig.from_cli(), [BrokenText(rows)]).train())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("skips", ["0", "6"])
+def test_spikes_and_rollbacks_are_the_same_on_one_process_two_and_two_that_share_the_model(
+    launch, tmp_path, document_folder, monkeypatch, skips
+):
+    """Of three broken steps in a row, either the losses are above the others, or all are skipped."""
+    flags = ["--max_steps", "20", "--rollback_margin", "1", "--rollback_steps", "3", "--skip_spikes", skips]
+    (tmp_path / "recipe.py").write_text(BROKEN.format(tests=str(ROOT / "tests")))
+    stated = ["--dataset", str(document_folder), *DISTRIBUTED, *flags, "--output_dir", str(tmp_path / "rows")]
+    rows = rows_of_steps(PretrainConfig.from_cli(argv=stated), range(13, 16))
+    (tmp_path / "rows.json").write_text(json.dumps(rows))
+    monkeypatch.setenv("ROWS", str(tmp_path / "rows.json"))
+    one = launch("one", "one", "--per_device_train_batch_size", "8", *flags)
+    [event] = lines(one, "from_step")
+    assert (event["step"], event["from_step"], event["steps"]) == (10, 15, 5)
+    for kind in ("ddp", "fsdp2"):
+        two = launch(kind, kind, "--per_device_train_batch_size", "4", *flags)
+        assert_same(one, two)
+        assert [line["step"] for line in lines(two, "from_step")] == [10]
+    facts = audit(one)
+    assert not facts["problems"] and facts["passed_over"]["documents"] > 0
+    dropped = [json.loads(line) for line in (one / "abandoned.jsonl").read_text().splitlines()]
+    skipped = [line["step"] for line in dropped if line.get("event") == "skip_step"]
+    assert skipped == ([13, 14, 15] if skips == "6" else [])
 
 
 UNEVEN = """

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 import torch
 from accelerate import PartialState
-from running import StopAt, lines, prepared, records, trained
+from running import BrokenText, StopAt, lines, prepared, records, rows_of_steps, trained
 from transformers import EarlyStoppingCallback, TrainerCallback, TrainingArguments
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
@@ -206,6 +206,18 @@ def test_tensorboard_has_each_step_once_after_a_kill_and_a_resume(config, tmp_pa
     assert in_board(folder) == EACH_LOG_ONCE and len(list(folder.iterdir())) == 2
     losses = {event.step: event.value for event in board(folder).Scalars("train/loss")}
     assert losses == pytest.approx({one["step"]: one["loss"] for one in records(run)})  # those of the resumed run
+
+
+def test_tensorboard_has_each_step_once_after_a_rollback(config, tmp_path):
+    pytest.importorskip("tensorboard", reason="pip install 'hfgpt[tensorboard]'")
+    broken = BrokenText(rows_of_steps(config("rows"), range(20, 24)))
+    settings = {"rollback_margin": 1, "rollback_steps": 4, "save_steps": 6, "max_steps": 26}
+    run = trained(config(report_to="tensorboard", **settings), broken)
+    assert len(records(run, "from_step")) == 1
+    (folder,) = (tmp_path / "run" / "runs").iterdir()
+    losses = [(event.step, event.value) for event in board(folder).Scalars("train/loss")]
+    assert losses == [(one["step"], pytest.approx(one["loss"])) for one in records(run)]
+    assert [step for step, _ in losses] == list(range(1, 27))
 
 
 def test_tensorboard_in_a_folder_of_the_users_continues_there(config, offline, tmp_path):

@@ -1,0 +1,50 @@
+"""`Divergence`: whether the loss has stayed far above its lowest mean for many steps."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from typing import Any
+
+from hfgpt.config import PretrainConfig
+
+
+class Divergence:
+    """Follows the losses of all steps in order.
+
+    margin: how far a loss is above the lowest mean of `steps` losses to be above. After `steps` such steps in a row the
+    run has diverged. A skipped step counts as one, because it shows no loss that is not above.
+    """
+
+    def __init__(self, margin: float, steps: int) -> None:
+        self.margin, self.steps = margin, steps
+        self.recent: deque[float] = deque(maxlen=steps)
+        self.best, self.above = math.inf, 0
+
+    @property
+    def has_come(self) -> bool:
+        return self.above >= self.steps
+
+    def add(self, loss: float, is_skipped: bool) -> None:
+        is_above = is_skipped or loss > self.best + self.margin
+        self.above = self.above + 1 if is_above else 0
+        if is_skipped:
+            return
+        self.recent.append(loss)
+        if len(self.recent) == self.steps:
+            self.best = min(self.best, math.fsum(self.recent) / self.steps)
+
+    def state(self) -> dict[str, Any]:
+        best = None if self.best == math.inf else self.best
+        return {"losses": list(self.recent), "best": best, "above": self.above}
+
+    def restore(self, state: dict[str, Any] | None) -> None:
+        state = state or {"losses": [], "best": None, "above": 0}
+        self.recent = deque(state["losses"], maxlen=self.steps)
+        self.best = math.inf if state["best"] is None else state["best"]
+        self.above = state["above"]
+
+
+def build_divergence(config: PretrainConfig) -> Divergence | None:
+    """Return what the settings ask for."""
+    return None if config.rollback_margin is None else Divergence(config.rollback_margin, config.rollback_steps)
