@@ -120,6 +120,7 @@ def _restore(run: TrainingRun, folder: Path, trainer: dict[str, Any], rollback: 
     run.read_from(rollback["position"])
     run.saver.saved_step, run.saver.is_postponed = trainer["step"], False
     callbacks = run.callbacks
+    callbacks.mfu.return_to(run.progress.num_input_tokens_seen)
     restore_callbacks(callbacks.handler.callbacks, trainer.get("callbacks", {}))
     callbacks.state.log_history = [one for one in callbacks.state.log_history if one["step"] <= trainer["step"]]
     callbacks.control.should_log = callbacks.control.should_evaluate = callbacks.control.should_save = False

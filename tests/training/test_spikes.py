@@ -141,6 +141,7 @@ def test_a_run_that_diverges_returns_to_a_good_checkpoint_and_passes_over_the_te
     steps = [line["step"] for line in run.folder.records()]
     assert steps == sorted(steps) and [line["step"] for line in records(run, "learning_rate")][-4:] == [20, 25, 30, 32]
     assert max(line["loss"] for line in records(run)[3:]) < 2  # the broken text is in no record that stays
+    assert all(line["tokens_per_second"] > 0 for line in records(run, "learning_rate"))
     abandoned = [json.loads(line) for line in (run.folder.path / "abandoned.jsonl").read_text().splitlines()]
     found = [(line["step"], line["rollback"]) for line in abandoned if {"loss", "eval_loss"} & line.keys()]
     assert found == [(20, 1), (22, 1)]
