@@ -95,7 +95,7 @@ class MFUCallback(TrainerCallback):
         self._lap(_something_due(control) or self._process_steps == self.warmup_steps)
 
     def return_to(self, tokens_seen: int) -> None:
-        """Count the tokens of later steps from here, after a rollback. Its window stays: these steps took their time."""
+        """Count the tokens of later steps from here, after a rollback. What was timed before it stays."""
         self._tokens_seen = tokens_seen
 
     def on_epoch_end(self, args, state, control, **kwargs) -> None:
