@@ -39,11 +39,7 @@ def audit(folder: str | Path) -> dict[str, Any]:
     """
     run = RunFolder(folder)
     facts, ledger = _read_run(run)
-    steps, problems = [line["step"] for line in ledger], []
-    if (last := _last_step(run)) > len(steps):
-        problems.append(f"the ledger ends at step {len(steps)}, but the run reached step {last}")
-    if steps != list(range(1, len(steps) + 1)):
-        problems.append(f"the ledger's {len(steps)} lines are not steps 1 to {len(steps)}, each once")
+    problems = _find_lost_lines(run, ledger)
     config = PretrainConfig.of_run(facts["config"])
     sizes = _step_sizes(run, facts, ledger)
     newest = next(iter(run.checkpoints()), None)
@@ -83,7 +79,7 @@ def audit(folder: str | Path) -> dict[str, Any]:
     }
     return {
         "run": str(folder),
-        "steps": len(steps),
+        "steps": len(ledger),
         "steps_as_recorded": same,
         "tokens": sizes.tokens_after(same),
         **_count_documents(seen),
@@ -95,6 +91,15 @@ def audit(folder: str | Path) -> dict[str, Any]:
         "skipped_rows": dict(data.skipped + skipped),
         "problems": problems,
     }
+
+
+def _find_lost_lines(run: RunFolder, ledger: list[dict[str, Any]]) -> list[str]:
+    steps, problems = [line["step"] for line in ledger], []
+    if (last := _last_step(run)) > len(steps):
+        problems.append(f"the ledger ends at step {len(steps)}, but the run reached step {last}")
+    if steps != list(range(1, len(steps) + 1)):
+        problems.append(f"the ledger's {len(steps)} lines are not steps 1 to {len(steps)}, each once")
+    return problems
 
 
 def _pass_over(

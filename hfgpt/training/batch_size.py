@@ -14,9 +14,12 @@ from hfgpt.config import PretrainConfig
 from hfgpt.distributed.compiler import run_compiled
 from hfgpt.distributed.device import memory_bytes, peak_memory_bytes, release_memory, reset_peak_memory, synchronize
 from hfgpt.errors import UserError
+from hfgpt.model.memory import training_memory
 from hfgpt.settings.batch import Batch
 from hfgpt.settings.field_types import AUTO
 from hfgpt.training.out_of_memory import MemoryRanOut, is_device_out_of_memory
+from hfgpt.training.resume import Resumed
+from hfgpt.training.run import Machine
 from hfgpt.training.step import TrainStep
 
 CANDIDATES = 4  # number of sizes tried before a run
@@ -28,6 +31,23 @@ class Timing(NamedTuple):
 
     seconds: float
     memory_bytes: int | None
+
+
+def choose_micro_batch(
+    config: PretrainConfig, machine: Machine, step: TrainStep, resumed: Resumed | None, compiled: bool
+) -> list[str]:
+    """Set the micro-batch: that of a resumed run, or with "auto" the fastest. Returns lines for the plan."""
+    if resumed and (recorded := find_recorded_split(config, step.batch, resumed.trainer_state)):
+        step.batch, line = recorded
+        return [line]
+    if config.per_device_train_batch_size != AUTO:
+        return []
+
+    def needed_bytes(split: Batch) -> int:
+        return training_memory(step.model.config, machine.memory_setting(config, split, compiled)).peak
+
+    step.batch, line = find_fastest_split(step, needed_bytes)
+    return [line]
 
 
 def time_splits(

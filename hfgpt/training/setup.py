@@ -13,11 +13,10 @@ from pathlib import Path
 import torch
 from transformers import TrainerCallback
 
-from hfgpt.checkpointing.read_training_state import read_state
 from hfgpt.checkpointing.run_folder import RunFolder
 from hfgpt.checkpointing.saver import Saver
 from hfgpt.config import PretrainConfig
-from hfgpt.data import TextData, prepare_data, prepare_data_of_run
+from hfgpt.data import TextData
 from hfgpt.data.loader import iterate
 from hfgpt.data.mixture_plan import plan_mixture
 from hfgpt.distributed.compiler import CompileChoice, choose_compile
@@ -26,22 +25,20 @@ from hfgpt.distributed.device_peaks import device_peak
 from hfgpt.distributed.fsdp2 import take_fsdp_request
 from hfgpt.distributed.ranks import Ranks
 from hfgpt.distributed.stop_signals import Interrupted, StopSignals
-from hfgpt.errors import RunError, UserError
+from hfgpt.errors import RunError
 from hfgpt.hub.background import SavePusher
 from hfgpt.hub.push import check_push
 from hfgpt.hub.resume_from_hub import find_resume_point
-from hfgpt.model.memory import training_memory
-from hfgpt.settings.batch import Batch
 from hfgpt.settings.field_types import AUTO
-from hfgpt.settings.step_sizes import StepSizes
 from hfgpt.training.averaging import build_average
-from hfgpt.training.batch_size import find_fastest_split, find_recorded_split
+from hfgpt.training.batch_size import choose_micro_batch
 from hfgpt.training.build_model import attention_arguments, build_model, check_sharding
 from hfgpt.training.callback_handler import Callbacks, callback_arguments
 from hfgpt.training.divergence import build_divergence
 from hfgpt.training.init_from import initial_weights, resolve_init_from
 from hfgpt.training.lr_schedule import LearningRate
 from hfgpt.training.non_finite import NonFiniteGuard
+from hfgpt.training.open_text import open_text
 from hfgpt.training.optimizer import build_optimizer
 from hfgpt.training.plan import Plan, check_memory, run_facts
 from hfgpt.training.progress import Progress
@@ -101,7 +98,7 @@ def _prepare(
     batch = config.batch(ranks.world_size)
     check_memory(config, batch, machine.memory_setting(config, batch), memory_bytes(device))
     sizes = ranks.from_main(partial(sizes_of_run, config, batch, resume_from))
-    config, data = _open_text(config, sizes, resume_from, ranks)
+    config, data = open_text(config, sizes, resume_from, ranks)
     max_steps = config.total_steps(sizes, getattr(data.train, "blocks_per_epoch", None))
     compiled = _choose_compile(config, device, batch.of(sizes.blocks_before(max_steps)).accumulation, max_steps)
 
@@ -133,16 +130,14 @@ def _prepare(
         attention=attention_arguments(config, model, data.tokenizer, compiled.enabled),
         spikes=spikes,
     )
-    data.description.extend(_choose_micro_batch(config, machine, step, resumed, compiled.enabled))
+    data.description += choose_micro_batch(config, machine, step, resumed, compiled.enabled)
     plan = replace(plan, batch=step.batch, setting=machine.memory_setting(config, step.batch, compiled.enabled))
-    decode = partial(data.tokenizer.decode, skip_special_tokens=True)
+    decode, num_workers = partial(data.tokenizer.decode, skip_special_tokens=True), config.dataloader_num_workers
     non_finite = NonFiniteGuard(folder, ranks, partial(data.train.locate_rows, decode), divergence)
     non_finite.restore(resumed.trainer_state["loss_watch"] if resumed else None)
     return TrainingRun(
         *(config, plan, machine, signals, folder, resumed, data),
-        batches=iterate(
-            data.train, position, ranks.rank, ranks.world_size, config.dataloader_num_workers, progress.step
-        ),
+        batches=iterate(*(data.train, position, ranks.rank, ranks.world_size), num_workers, progress.step),
         position=position,
         step=step,
         average=average,
@@ -159,23 +154,6 @@ def _choose_compile(config: PretrainConfig, device: torch.device, passes: int, m
     """Choose whether to compile. An "auto" micro-batch is unknown here, because it is measured with this choice."""
     is_measured = config.per_device_train_batch_size == AUTO  # with the largest, a step is one pass
     return choose_compile(config.torch_compile, device, max_steps if is_measured else passes, is_measured)
-
-
-def _choose_micro_batch(
-    config: PretrainConfig, machine: Machine, step: TrainStep, resumed: Resumed | None, compiled: bool
-) -> list[str]:
-    """Set the micro-batch: that of a resumed run, or with "auto" the fastest. Returns lines for the plan."""
-    if resumed and (recorded := find_recorded_split(config, step.batch, resumed.trainer_state)):
-        step.batch, line = recorded
-        return [line]
-    if config.per_device_train_batch_size != AUTO:
-        return []
-
-    def needed_bytes(split: Batch) -> int:
-        return training_memory(step.model.config, machine.memory_setting(config, split, compiled)).peak
-
-    step.batch, line = find_fastest_split(step, needed_bytes)
-    return [line]
 
 
 def _build_callbacks(
@@ -207,23 +185,3 @@ def _check_folder(config: PretrainConfig, folder: RunFolder) -> Path | None:
     folder.check_free()
     check_push(config)
     return find_resume_point(config, folder)
-
-
-def _open_text(
-    config: PretrainConfig, sizes: StepSizes, resume_from: Path | None, ranks: Ranks
-) -> tuple[PretrainConfig, TextData]:
-    """Open the text. Recipe settings that do not apply to the user's text are replaced with defaults."""
-
-    def open_for(settings: PretrainConfig) -> TextData:
-        if resume_from is None:
-            return prepare_data(settings, sizes)
-        saved, data = (read_state(resume_from, name) for name in ("trainer_state", "data_state"))
-        return prepare_data_of_run(settings, sizes, saved["config"], data["fingerprint"], resume_from)
-
-    while True:
-        try:
-            data = ranks.from_main(partial(open_for, config))
-            is_same = data.tokenizer_name == config.tokenizer
-            return config if is_same else config.with_facts(tokenizer=data.tokenizer_name), data
-        except UserError as error:
-            config = config.without(error)

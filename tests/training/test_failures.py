@@ -562,7 +562,7 @@ ODD_FOLDERS = {
 @pytest.mark.unix_only
 @pytest.mark.parametrize("kind", ODD_FOLDERS)
 def test_a_run_folder_that_cannot_be_is_one_line(config, capsys, tmp_path, monkeypatch, kind):
-    monkeypatch.setattr("hfgpt.training.setup._open_text", lambda *_: 1 / 0)  # refused before the text is read
+    monkeypatch.setattr("hfgpt.training.setup.open_text", lambda *_: 1 / 0)  # refused before the text is read
     (tmp_path / "file").touch()
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
