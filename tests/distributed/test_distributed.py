@@ -263,7 +263,7 @@ run_recipe(lambda: Pretrainer(PretrainConfig.from_cli()).train())
             "process 1 of 2 has not started; stopped by SIGTERM",
         ),
         (
-            "if os.environ['RANK'] == '0': hfgpt.training.setup.prepare_data = fails",
+            "if os.environ['RANK'] == '0': hfgpt.training.open_text.prepare_data = fails",
             "raise Odd('odd', code=3)",
             "process 0 ",
         ),

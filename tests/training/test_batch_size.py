@@ -89,7 +89,7 @@ class Finds:
 def test_a_micro_batch_found_by_measurement_is_kept_over_a_resume(config, monkeypatch, callbacks):
     """Also the smaller one that was left after memory ran out."""
     auto = {"per_device_train_batch_size": "auto"}
-    monkeypatch.setattr("hfgpt.training.setup.find_fastest_split", Finds(8, 8, 16))
+    monkeypatch.setattr("hfgpt.training.batch_size.find_fastest_split", Finds(8, 8, 16))
     whole = run(config, *callbacks, name="whole", **auto)
     cut = {"tokens_per_step": 256, "gradient_accumulation_steps": None, "max_steps": 4, "eval_steps": 2, **auto}
     with pytest.raises(KeyboardInterrupt):
@@ -106,7 +106,7 @@ def test_a_micro_batch_found_by_measurement_is_kept_over_a_resume(config, monkey
 
 
 def test_a_micro_batch_found_for_other_processes_is_measured_again(config, monkeypatch):
-    monkeypatch.setattr("hfgpt.training.setup.find_fastest_split", Finds(8, 4))
+    monkeypatch.setattr("hfgpt.training.batch_size.find_fastest_split", Finds(8, 4))
     first = run(config, per_device_train_batch_size="auto")
     state = first.folder.checkpoint(4) / "training_state" / "trainer_state.json"
     trainer = json.loads(state.read_text())
@@ -233,7 +233,7 @@ def test_auto_needs_the_step_stated(config):
 
 def test_the_plan_is_that_of_what_was_found(config, monkeypatch):
     monkeypatch.setattr(
-        "hfgpt.training.setup.find_fastest_split", lambda *_: (Batch(4, 16, 4, 1), "micro-batch: found")
+        "hfgpt.training.batch_size.find_fastest_split", lambda *_: (Batch(4, 16, 4, 1), "micro-batch: found")
     )
     found = run(config, per_device_train_batch_size="auto", torch_compile="auto")
     assert not found.plan.compile.enabled  # 4 steps, which might be 64 forward passes

@@ -381,7 +381,7 @@ def test_a_signal_ends_the_set_up_at_once(config, monkeypatch, capsys, name):
         signal.raise_signal(signal.Signals[name])
         time.sleep(20)
 
-    monkeypatch.setattr("hfgpt.training.setup.prepare_data", slow)
+    monkeypatch.setattr("hfgpt.training.open_text.prepare_data", slow)
     began = time.monotonic()
     code, lines = ending(capsys, Pretrainer(config()).train)
     assert code == 128 + signal.Signals[name] and lines == [
