@@ -11,7 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from hfgpt.checkpointing.read_records import is_count
+from hfgpt.checkpointing.read_records import is_count, rollbacks_of
 from hfgpt.checkpointing.run_folder import RunFolder
 from hfgpt.config import PretrainConfig
 from hfgpt.data.document_stream import DocumentStream
@@ -73,17 +73,13 @@ def audit(folder: str | Path) -> dict[str, Any]:
     for what, counts in (item for of_source in found for item in of_source.items()):
         if +counts:
             problems.append(f"{counted(counts.total(), 'document')} {what}: {', '.join(+counts)}")
-    sources = {
-        name: {"tokens": count, **({"documents": seen[name].count} if name in seen else {})}
-        for name, count in (tokens_of_sources or {}).items()
-    }
     return {
         "run": str(folder),
         "steps": len(ledger),
         "steps_as_recorded": same,
         "tokens": sizes.tokens_after(same),
         **_count_documents(seen),
-        **({"sources": sources} if sources else {}),
+        **_count_sources(tokens_of_sources or {}, seen),
         **_left_out(run, passed_over, sizes.tokens(0)),
         **({"not_checked": why} if (why := _why_not_checked(data.train)) else {}),
         "validation_documents": data.validation_documents if seen else None,
@@ -111,7 +107,7 @@ def _pass_over(
 ) -> str | None:
     """Go on with the text past what rollbacks to the step of a line have passed over. Returns what is wrong with it."""
     begun = sum(one.count for one in seen.values())
-    for rollback in line.get("rollbacks", []):
+    for rollback in rollbacks_of(line):
         position = None
         for batch in islice(batches, rollback["steps"]):
             position = batch.position
@@ -132,6 +128,15 @@ def _left_out(run: RunFolder, passed_over: dict[str, int], tokens_per_step: int)
     if passed_over["steps"]:
         facts["passed_over"] = {**passed_over, "tokens": passed_over["steps"] * tokens_per_step}
     return facts
+
+
+def _count_sources(tokens: dict[str, int], seen: dict[str, _SeenDocuments]) -> dict[str, Any]:
+    """Return tokens and documents of each source of a mixture; empty if it is none."""
+    sources = {
+        name: {"tokens": count, **({"documents": seen[name].count} if name in seen else {})}
+        for name, count in tokens.items()
+    }
+    return {"sources": sources} if sources else {}
 
 
 def _count_documents(seen: dict[str, _SeenDocuments]) -> dict[str, int | None]:
@@ -213,6 +218,11 @@ def _read_run(run: RunFolder) -> tuple[dict[str, Any], list[dict[str, Any]]]:
             and isinstance(line.get("position"), dict)
         ):
             wrong = wrong or f"line {number} of ledger.jsonl without a step, hash or position"
+            continue
+        try:
+            rollbacks_of(line)
+        except ValueError:
+            wrong = wrong or f"line {number} of ledger.jsonl with a rollback that cannot be read"
     if wrong:
         fix = RESTORE if wrong.startswith("line") else "give a run folder"
         raise UserError(f"run {run.path}: {wrong}; {fix}")

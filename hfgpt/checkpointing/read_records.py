@@ -23,6 +23,21 @@ def parse_record(line: bytes) -> dict[str, Any] | None:
     return None
 
 
+def rollbacks_of(line: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the rollbacks to the step of a ledger's line, oldest first. Raises ValueError if they are malformed."""
+    rollbacks = line.get("rollbacks", [])
+    counts, others = ("number", "steps", "passed_over"), ("position", "skipped_rows")
+    if not isinstance(rollbacks, list) or not all(
+        isinstance(one, dict)
+        and all(is_count(one.get(key)) for key in counts)
+        and all(isinstance(one.get(key), dict) for key in others)
+        and all(map(is_count, one["skipped_rows"].values()))
+        for one in rollbacks
+    ):
+        raise ValueError("malformed rollbacks")
+    return rollbacks
+
+
 def read_records(path: Path) -> list[dict[str, Any]]:
     """Return the records of a .jsonl file, without broken lines; empty if there is no file."""
     lines = path.read_bytes().splitlines() if path.is_file() else []

@@ -39,7 +39,7 @@ from pathlib import Path
 from typing import Any
 
 from hfgpt.checkpointing import lock
-from hfgpt.checkpointing.read_records import read_records, with_time
+from hfgpt.checkpointing.read_records import read_records, rollbacks_of, with_time
 from hfgpt.errors import UserError
 from hfgpt.files import read_text_file, remove, rename, write_whole
 
@@ -244,9 +244,19 @@ class RunFolder:
             write_whole(self.report, page.encode(errors="replace"))
 
     def rollback_at(self, step: int) -> dict[str, Any] | None:
-        """Return the newest rollback to a step, from its line in the ledger; None if there was none."""
+        """Return the newest rollback to a step, from its line in the ledger; None if there was none.
+
+        Raises UserError if it is malformed, because the text would then be another.
+        """
         lines = [line for line in self.text_records() if line["step"] == step]
-        return (lines[-1].get("rollbacks") or [None])[-1] if lines else None
+        try:
+            rollbacks = rollbacks_of(lines[-1]) if lines else []
+        except ValueError:
+            raise UserError(
+                f"{self.ledger}: the rollback to step {step} cannot be read; restore the file from a copy, or resume "
+                "from an earlier checkpoint"
+            ) from None
+        return rollbacks[-1] if rollbacks else None
 
     def drop_unwritten(self, step: int) -> None:
         """Forget lines of steps after `step` that could not be written yet."""

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hfgpt.checkpointing.checkpoint import find_damage
+from hfgpt.checkpointing.read_records import rollbacks_of
 from hfgpt.checkpointing.read_training_state import read_state
 from hfgpt.checkpointing.rewind import rewind_run
 from hfgpt.errors import RunError, UserError
@@ -81,7 +82,7 @@ def _prepare(run: TrainingRun, diverged: Diverged) -> tuple[Path, dict[str, Any]
         if trainer["run_id"] != progress.run_id:
             continue
         lines = [line for line in run.folder.text_records() if line["step"] <= trainer["step"]]
-        earlier = [one for line in lines for one in line.get("rollbacks", [])]
+        earlier = [one for line in lines for one in rollbacks_of(line)]
         passed_over = progress.passed_over + step - trainer["step"]
         rollback = {
             "number": progress.rollbacks + 1,

@@ -106,7 +106,7 @@ def _prepare(
     weights = initial_weights(config.init_from, data.tokenizer, ranks) if config.init_from and not resume_from else {}
     model = build_model(config, data.tokenizer, machine, compiled.enabled, weights)
     optimizer, average = build_optimizer(model, config), build_average(config, max_steps, model)
-    spikes, divergence = build_spike_window(config, accelerator), build_divergence(config)
+    spikes = build_spike_window(config, accelerator)
     choices = (machine.precision, compiled, device_name(device))
     plan = Plan(
         *(config, model.config, batch, sizes, max_steps, *choices, data.description, str(folder.checkpoint(max_steps))),
@@ -132,22 +132,29 @@ def _prepare(
     )
     data.description += choose_micro_batch(config, machine, step, resumed, compiled.enabled)
     plan = replace(plan, batch=step.batch, setting=machine.memory_setting(config, step.batch, compiled.enabled))
-    decode, num_workers = partial(data.tokenizer.decode, skip_special_tokens=True), config.dataloader_num_workers
-    non_finite = NonFiniteGuard(folder, ranks, partial(data.train.locate_rows, decode), divergence)
-    non_finite.restore(resumed.trainer_state["loss_watch"] if resumed else None)
+    text = (data.train, position, ranks.rank, ranks.world_size)
     return TrainingRun(
         *(config, plan, machine, signals, folder, resumed, data),
-        batches=iterate(*(data.train, position, ranks.rank, ranks.world_size), num_workers, progress.step),
+        batches=iterate(*text, config.dataloader_num_workers, progress.step),
         position=position,
         step=step,
         average=average,
         progress=progress,
         callbacks=_build_callbacks(plan, machine, own, reporting, data, step, progress, resumed),
-        non_finite=non_finite,
+        non_finite=_build_guard(config, ranks, folder, data, resumed),
         saver=Saver(folder, config.save_total_limit, config.max_failed_saves, progress.step if resumed else None),
         pusher=SavePusher(config, folder) if config.pushes_saves and folder.writes else None,
         facts=run_facts(progress.run_id, plan, data.train.fingerprint),
     )
+
+
+def _build_guard(
+    config: PretrainConfig, ranks: Ranks, folder: RunFolder, data: TextData, resumed: Resumed | None
+) -> NonFiniteGuard:
+    decode = partial(data.tokenizer.decode, skip_special_tokens=True)
+    guard = NonFiniteGuard(folder, ranks, partial(data.train.locate_rows, decode), build_divergence(config))
+    guard.restore(resumed.trainer_state["loss_watch"] if resumed else None)
+    return guard
 
 
 def _choose_compile(config: PretrainConfig, device: torch.device, passes: int, max_steps: int) -> CompileChoice:

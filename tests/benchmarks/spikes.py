@@ -126,7 +126,7 @@ def plot(folder: Path, names: list[str], file: Path) -> None:
         for first in range(0, len(found) - 9, 10):
             part = found[first : first + 10]
             x, y = sum(step for step, _ in part) / 10, min(sum(loss for _, loss in part) / 10, high)
-            places.append(f"{50 + (width - 60) * x / steps:.1f},{10 + (height - 40) * (high - y) / (high - low):.1f}")
+            places.append(f"{50 + (width - 80) * x / steps:.1f},{10 + (height - 40) * (high - y) / (high - low):.1f}")
         return f'<polyline fill="none" {style} points="{" ".join(places)}"/>'
 
     drawn = []
@@ -142,7 +142,7 @@ def plot(folder: Path, names: list[str], file: Path) -> None:
     for loss in (2.0, 2.4, 2.8, 3.2, 3.6):
         drawn.append(f'<text x="8" y="{14 + (height - 40) * (high - loss) / (high - low):.0f}">{loss:.1f}</text>')
     for step in range(0, steps + 1, 100):
-        drawn.append(f'<text x="{40 + (width - 60) * step / steps:.0f}" y="{height - 10}">{step}</text>')
+        drawn.append(f'<text x="{40 + (width - 80) * step / steps:.0f}" y="{height - 10}">{step}</text>')
     style = 'font-family="sans-serif" font-size="12"'
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" {style}>'
     file.write_text("\n".join([head, '<rect width="100%" height="100%" fill="white"/>', *drawn, "</svg>"]) + "\n")

@@ -157,6 +157,12 @@ def test_a_run_that_diverges_returns_to_a_good_checkpoint_and_passes_over_the_te
     lines[17]["rollbacks"][0]["steps"] = 4
     run.folder.ledger.write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert audit(run.folder.path)["problems"] == ["rollback 1 to step 18 has not passed over the text as recorded"]
+    lines[17]["rollbacks"][0]["steps"] = "4"
+    run.folder.ledger.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(UserError, match=r"line 18 of ledger.jsonl with a rollback that cannot be read"):
+        audit(run.folder.path)
+    with pytest.raises(UserError, match="the rollback to step 18 cannot be read"):
+        run.folder.rollback_at(18)
 
 
 def killed_while_writing(monkeypatch, number):
