@@ -14,6 +14,7 @@ import argparse
 import json
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -71,14 +72,15 @@ def train(dataset: str, tokenizer: str, kind: str, rate: float, seed: int) -> di
     return {**found, "curve": curve}
 
 
-def measure(dataset: str, tokenizer: str, runs: list[dict[str, Any]]) -> None:
-    """Add the runs of one text that are missing."""
+def measure(dataset: str, tokenizer: str, runs: list[dict[str, Any]], keep: Callable[[], Any]) -> None:
+    """Add the runs of one text that are missing, and keep the results after each."""
     torch.set_num_threads(1)
 
     def loss(kind: str, rate: float, seed: int = SEEDS[0]) -> float:
         found = [run for run in runs if (run["kind"], run["rate"], run["seed"]) == (kind, rate, seed)]
         if not found:
             runs.append(train(dataset, tokenizer, kind, rate, seed))
+            keep()
         return (found or runs[-1:])[0]["eval_loss"]
 
     for kind in KINDS:
@@ -124,8 +126,8 @@ def main() -> None:
     flags = parser.parse_args()
     results = json.loads(flags.results.read_text()) if flags.results.exists() else {}
     if flags.text:
-        measure(flags.text, flags.tokenizer, results.setdefault(flags.name, []))
-        flags.results.write_text(json.dumps(results, indent=1))
+        runs = results.setdefault(flags.name, [])
+        measure(flags.text, flags.tokenizer, runs, lambda: flags.results.write_text(json.dumps(results)))
     if flags.plot:
         plot(results, flags.plot)
 
