@@ -99,16 +99,20 @@ def best_rate(runs: list[dict[str, Any]], kind: str) -> float:
 
 def plot(results: dict[str, list[dict[str, Any]]], path: Path) -> None:
     """Draw the held-out loss of each kind at its best rate, over tokens and over steps."""
+    import matplotlib
     from matplotlib.figure import Figure
 
+    matplotlib.rcParams["svg.fonttype"] = "none"  # text stays text, and the file small
     figure = Figure(figsize=(9, 3.2 * len(results)), layout="constrained")
     for row, (text, runs) in zip(figure.subplots(len(results), 2, squeeze=False), results.items(), strict=True):
-        for kind in KINDS:
+        for color, kind in enumerate(KINDS):
+            if not any(run["kind"] == kind for run in runs):
+                continue
             rate = best_rate(runs, kind)
             curves = [run["curve"] for run in runs if run["kind"] == kind and run["rate"] == rate]
             steps, tokens, losses = np.array(curves).mean(axis=0).T
             for axes, places, name in ((row[0], tokens, "tokens"), (row[1], steps, "steps")):
-                axes.plot(places, losses, label=f"{kind}, rate {rate:g}")
+                axes.plot(places, losses, color=f"C{color}", label=f"{kind}, rate {rate:g}")
                 axes.set_xlabel(name)
                 axes.set_ylabel(f"held-out loss, {text}")
         row[0].legend(title="tokens per step")
