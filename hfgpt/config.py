@@ -147,8 +147,8 @@ class PretrainConfig:
     max_grad_norm: float = _f(1.0, "clip gradients to this norm; 0: no clipping", SIZE_OR_NONE)
     skip_spikes: float | None = _f(
         None,
-        "skip steps whose loss or gradient norm is this many standard deviations above the mean of the last 128, such "
-        "as 10; 0: never",
+        "from step 129 on, skip steps whose loss or gradient norm is this many standard deviations above the mean of "
+        "the last 128, such as 10; 0: never",
         SIZE_OR_NONE,
     )
     rollback_margin: float | None = _f(

@@ -38,7 +38,7 @@ def compare(runs: Sequence[PastRun], all_pairs: bool = False) -> dict[str, Any]:
         },
         "pairs": pairs,
         "notes": [
-            *(f"{run.name}: {note}" for run in runs for note in (*run.notes, *_not_finite(run))),
+            *(f"{run.name}: {note}" for run in runs for note in (*run.notes, *_faults_in_training(run))),
             *too_high(against),
         ],
     }
@@ -110,9 +110,15 @@ def perplexity(loss: float | None) -> float | None:
     return None if loss is None or loss > 709 else math.exp(loss)  # where exp overflows
 
 
-def _not_finite(run: PastRun) -> list[str]:
+def _faults_in_training(run: PastRun) -> list[str]:
     steps = {record["step"] for record in run.training if number(record.get("loss")) is None}
     notes = []
+    if rollbacks := [event for event in run.events if event.get("event") == "rollback"]:
+        tokens = sum(event.get("tokens") or 0 for event in rollbacks)
+        notes.append(
+            f"{counted(len(rollbacks), 'rollback')} passed over {tokens:,} tokens of text; its tokens and speed leave "
+            "out the steps that were abandoned, and only its wall time has them"
+        )
     if steps:
         last = " and still is not at its last record" if run.training[-1]["step"] in steps else ""
         notes.append(

@@ -93,7 +93,16 @@ def _describe_change(key: str, then: Any, now: Any) -> str:
         return f"dataset {name}: {_describe_change(of_source, then, now)}"
     if key.startswith(FILE):
         return f"file {key.removeprefix(FILE)} {'is new' if then is None else 'is gone' if now is None else 'changed'}"
+    if key == "blocks_per_step" and (isinstance(then, list) or isinstance(now, list)):
+        stages = " then, ".join([_stages_in_words(then), _stages_in_words(now)])
+        return f"{SETTINGS[key]} ({stages} now; only stages that begin after the checkpoint may change)"
     return f"{SETTINGS.get(key, key.replace('.', ' '))} ({then} then, {now} now)"
+
+
+def _stages_in_words(value: Any) -> str:
+    """Return a recorded number of blocks per step, or stages of [first step from 0, blocks]."""
+    stages = value if isinstance(value, list) else [[0, value]]
+    return ", ".join(f"{blocks}" + (f" from step {first + 1} on" if first else "") for first, blocks in stages)
 
 
 def _is_position(position: dict[str, Any]) -> bool:

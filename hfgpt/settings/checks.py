@@ -171,7 +171,11 @@ def _find_conflicts(config: PretrainConfig, unreadable: set[str], sizes_fine: bo
 def _find_rollback_conflicts(config: PretrainConfig) -> list[str]:
     """Find settings with which there may be no checkpoint to go back to, or no text to pass over."""
     if config.rollback_margin is None:
-        return []
+        return [
+            f"{name}={getattr(config, name)}: has no effect without rollback_margin; set it, such as 1"
+            for name in ("rollback_steps", "max_rollbacks")
+            if getattr(config, name) != getattr(type(config), name)
+        ]
     problems, where = [], f"rollback_margin={config.rollback_margin:g}"
     if not config.save_steps:
         problems.append(f"{where}: needs checkpoints to go back to; set save_steps above 0")

@@ -129,14 +129,17 @@ def find_stage_problem(stages: Stages) -> str | None:
         return f"{where}a stage is two numbers, tokens seen and tokens per step, as in {EXAMPLE}"
     if stages[0][0] != 0:
         return f"{where}the first stage begins at {stages[0][0]:,} tokens; it must begin at 0"
+    for start, size in stages:
+        if start < 0 or size < 1:
+            return f"{where}the stage [{start}, {size}]: tokens seen must be at least 0, tokens per step greater than 0"
     for (start, size), (later, larger) in pairwise(stages):
-        if later <= start:
+        if later == start:
+            return f"{where}two stages begin at {start:,} tokens; leave one out"
+        if later < start:
             return f"{where}the stage from {later:,} tokens comes after that from {start:,}; sort the stages"
         if larger <= size:
             less_noise = "a later step needs a gradient with less noise, not more"
             return f"{where}the stage from {later:,} tokens does not grow ({larger:,} after {size:,}); {less_noise}"
-    if stages[0][1] < 1:
-        return f"{where}a step of {stages[0][1]:,} tokens; it must be greater than 0"
     return None
 
 

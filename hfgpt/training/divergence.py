@@ -7,6 +7,8 @@ from collections import deque
 from typing import Any
 
 from hfgpt.config import PretrainConfig
+from hfgpt.messages.formats import counted
+from hfgpt.training.spikes import WINDOW
 
 
 class Divergence:
@@ -48,3 +50,16 @@ class Divergence:
 def build_divergence(config: PretrainConfig) -> Divergence | None:
     """Return what the settings ask for."""
     return None if config.rollback_margin is None else Divergence(config.rollback_margin, config.rollback_steps)
+
+
+def describe_guards(config: PretrainConfig, max_steps: int) -> str:
+    """Return a line of the plan for `skip_spikes` and `rollback_margin`; empty if neither is set."""
+    found = []
+    if config.skip_spikes:
+        never = f", which this run of {max_steps:,} never reaches" if max_steps <= WINDOW else ""
+        found.append(f"skip spikes above {config.skip_spikes:g} standard deviations, from step {WINDOW + 1} on{never}")
+    if config.rollback_margin is not None:
+        steps, times = counted(config.rollback_steps, "step"), counted(config.max_rollbacks, "time")
+        above = f"a loss {config.rollback_margin:g} above its lowest mean"
+        found.append(f"roll back after {steps} with {above}, at most {times}")
+    return "; ".join(found)

@@ -131,7 +131,8 @@ class NonFiniteGuard:
         elif skipped >= MAX_SKIPPED_STEPS:
             wrong, fix = "loss or gradient was not finite", ""
             if is_spike:
-                wrong, fix = "loss or gradient was a spike or not finite", ", or a larger skip_spikes"
+                wrong = "loss or gradient was a spike or not finite"
+                fix = ", a larger skip_spikes, or rollback_margin to pass over damaged text"
             raise RunError(
                 f"{wrong} in {MAX_SKIPPED_STEPS} steps in a row, up to step {step.step}; the newest checkpoint in "
                 f"{self.run.path}, if any, is from before; try a lower learning_rate{fix}"

@@ -26,6 +26,7 @@ from hfgpt.model.flops import TYPICAL_MFU, parameter_counts, training_flops_per_
 from hfgpt.model.memory import Setting, training_memory
 from hfgpt.settings.batch import Batch, splits_of_stages
 from hfgpt.settings.step_sizes import StepSizes
+from hfgpt.training.divergence import describe_guards
 from hfgpt.training.parameter_groups import describe_groups, group_settings
 
 BUSY_SHARE = 0.25  # of a CPU that other programs use, from which on the plan mentions it
@@ -113,6 +114,7 @@ class Plan:
                 + ("; the run ends during warm-up" if config.warmup_steps > self.max_steps else ""),
             ),
             *([("groups", groups)] if (groups := describe_groups(config)) else []),
+            *([("guards", guards)] if (guards := describe_guards(config, self.max_steps)) else []),
             ("device", f"{self.device}; {self.precision.label} ({self.precision.reason})"),
             ("compile", f"{'on' if self.compile.enabled else 'off'} ({self.compile.reason})"),
             ("memory", f"about {rounded(memory / 2**30, 2)} GiB expected{sharing}{self._besides()}"),
@@ -132,13 +134,22 @@ class Plan:
     def _stages(self) -> list[tuple[str, int]]:
         """Return the steps of each stage in words, and their blocks; no words if all steps have the same."""
         stages = self.sizes.stages_before(self.max_steps)
+        if len(stages) == 1:
+            return [("", stages[0][2])]
         return [
-            (f"steps {first + 1:,} to {last:,}: " if len(stages) > 1 else "", blocks) for first, last, blocks in stages
+            (f"step {last:,}: " if last == first + 1 else f"steps {first + 1:,} to {last:,}: ", blocks)
+            for first, last, blocks in stages
         ]
 
     def _not_begun(self) -> str:
-        is_cut = len(self.sizes.stages_before(self.max_steps)) < len(self.sizes.stages)
-        return "; it ends before the last stage of tokens_per_step begins" if is_cut else ""
+        """Return a note on stages of `tokens_per_step` that have no step."""
+        stated, planned = self.config.tokens_per_step, len(self.sizes.stages)
+        notes = []
+        if isinstance(stated, list) and len(stated) > planned and not self.resumed:
+            notes.append("; a stage of tokens_per_step is left out, as the next one begins within one step")
+        if len(self.sizes.stages_before(self.max_steps)) < planned:
+            notes.append("; it ends before the last stage of tokens_per_step begins")
+        return "".join(notes)
 
     def _besides(self) -> str:
         """Return what the memory of a step does not count: on a CPU, steps report the memory of the whole process."""

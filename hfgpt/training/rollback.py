@@ -66,11 +66,11 @@ def record_rollback(run: TrainingRun, rollback: dict[str, Any]) -> None:
 def _prepare(run: TrainingRun, diverged: Diverged) -> tuple[Path, dict[str, Any], dict[str, Any]]:
     """Return the newest good checkpoint, its trainer_state, and what the ledger keeps of the rollback to it."""
     progress, step = run.progress, diverged.step.step
-    begun = f"diverged at step {diverged.first}: {diverged.reason}"
+    begun = f"diverged from step {diverged.first} on: {diverged.reason}"
     if progress.rollbacks >= run.config.max_rollbacks:
         raise RunError(
-            f"the run {begun}, after {counted(progress.rollbacks, 'rollback')} (max_rollbacks); resume it with a lower "
-            "learning_rate or another setting"
+            f"the run {begun}, after {counted(progress.rollbacks, 'rollback')}; to continue from the newest "
+            f"checkpoint, resume with max_rollbacks above {progress.rollbacks}, a lower learning_rate or better text"
         )
     for folder in run.folder.checkpoints():
         # The loss of a step is that of the weights before it, so a step after the checkpoint must have been good.

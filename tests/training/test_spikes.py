@@ -216,7 +216,7 @@ def test_a_run_killed_around_a_rollback_resumes_exactly(config, broken, where, m
 def test_after_max_rollbacks_the_run_ends_and_keeps_its_good_checkpoint(config):
     broken = BrokenText(rows_of_steps(config("rows"), range(20, 30)))
     pretrainer = Pretrainer(config(**ROLLS_BACK, max_rollbacks=1), [broken])
-    with pytest.raises(RunError, match=r"diverged at step 19: the loss was above .* after 1 rollback .max_rollbacks."):
+    with pytest.raises(RunError, match=r"diverged from step 19 on: .* after 1 rollback; .* max_rollbacks above 1"):
         pretrainer.train()
     run = pretrainer.run
     assert run.folder.checkpoints()[0].name == "checkpoint-18" and len(records(run, "from_step")) == 1
@@ -230,5 +230,5 @@ def test_after_max_rollbacks_the_run_ends_and_keeps_its_good_checkpoint(config):
 
 def test_without_a_good_checkpoint_a_run_that_diverges_ends(config, broken):
     pretrainer = Pretrainer(config(**{**ROLLS_BACK, "save_steps": 19}), [BrokenText(broken)])
-    with pytest.raises(RunError, match=r"diverged at step 20: .* no whole checkpoint from before; start again"):
+    with pytest.raises(RunError, match=r"diverged from step 20 on: .* no whole checkpoint from before; start again"):
         pretrainer.train()
