@@ -131,7 +131,8 @@ def find_stage_problem(stages: Stages) -> str | None:
         return f"{where}the first stage begins at {stages[0][0]:,} tokens; it must begin at 0"
     for start, size in stages:
         if start < 0 or size < 1:
-            return f"{where}the stage [{start}, {size}]: tokens seen must be at least 0, tokens per step greater than 0"
+            least = "tokens seen must be 0 or more, and tokens per step must be greater than 0"
+            return f"{where}the stage [{start}, {size}]: {least}"
     for (start, size), (later, larger) in pairwise(stages):
         if later == start:
             return f"{where}two stages begin at {start:,} tokens; leave one out"

@@ -40,7 +40,7 @@ def read_epochs(stream, epochs, world, workers):
     for rank in ranks:
         rank.close()
     rows = [stream.source.read(unit) for unit in stream.source.units]
-    each = stream.blocks_per_step // stream.streams
+    each = stream.sizes.common // stream.streams
     found = [[] for _ in range(epochs)]
     for i in range(stream.streams):
         run = np.concatenate([step.blocks[i * each : (i + 1) * each, :-1].ravel() for step in steps])

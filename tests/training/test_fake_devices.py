@@ -17,7 +17,7 @@ from hfgpt.training.optimizer import SkippingAdamW, build_optimizer
 @pytest.mark.parametrize("optim", ["adamw", "muon"])
 @pytest.mark.parametrize("device_type", ["cuda", "mps", "xpu"])
 def test_clipping_and_the_optimizer_stay_on_the_device(monkeypatch, device_type, optim):
-    monkeypatch.setattr("hfgpt.training.optimizer.native_precision", lambda device: "bf16")
+    monkeypatch.setattr("hfgpt.training.muon.native_precision", lambda device: "bf16")
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     device = torch.device(device_type, 0)
     with torch.device("meta"):
