@@ -61,7 +61,7 @@ def test_sizes_are_those_of_the_tokens_before_each_step(seed):
     [
         ([[1, 64], [64, 128]], "first stage begins at 1 tokens; it must begin at 0"),
         ([[0, 64], [128, 128], [64, 256]], "stage from 64 tokens comes after that from 128; sort"),
-        ([[0, 64], [64, 128], [64, 256]], "stage from 64 tokens comes after that from 64"),
+        ([[0, 64], [64, 128], [64, 256]], "two stages begin at 64 tokens"),
         ([[0, 128], [640, 64]], "stage from 640 tokens does not grow (64 after 128)"),
         ([[0, 64], [640, 64]], "does not grow"),
         ([[0, -64], [640, 64]], "must be greater than 0"),

@@ -119,6 +119,13 @@ def _faults_in_training(run: PastRun) -> list[str]:
             f"{counted(len(rollbacks), 'rollback')} passed over {tokens:,} tokens of text; its tokens and speed leave "
             "out the steps that were abandoned, and only its wall time has them"
         )
+    newest = run.evaluations[-1] if run.evaluations else {}
+    averaged, last_weights = (number(newest.get(key)) for key in ("eval_loss_ema", "eval_loss"))
+    if averaged is not None and last_weights is not None and averaged < last_weights:
+        notes.append(
+            f"the model of its last checkpoint is an average of the weights (evaluation loss {averaged:.4f}); what is "
+            "compared is the loss of the last weights"
+        )
     if steps:
         last = " and still is not at its last record" if run.training[-1]["step"] in steps else ""
         notes.append(

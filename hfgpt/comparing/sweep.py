@@ -21,7 +21,9 @@ from hfgpt.comparing.statistics import Level
 from hfgpt.comparing.verdict import describe_gap
 
 REPEAT = "seed"  # points that differ only in this setting are repeats of one measurement
+OF_AVERAGE = "eval_loss_ema"
 METRICS = {"eval_loss": "evaluation loss", "eval_bits_per_byte": "bits per byte", "end_loss": "training loss"}
+METRICS |= {OF_AVERAGE: "loss of averaged weights"}
 _COLUMNS = ("tokens_per_second", "parameters", "parameters_without_positions", "tokens", "flops", "wall_seconds")
 
 
@@ -92,8 +94,23 @@ def summarize_sweep(points: Sequence[SweptRun]) -> dict[str, Any]:
         "next": following and {key: following[key] for key in ("settings", "value", "runs")},
         "gap": gap,
         "verdict": _verdict(metric, why_not, best, following, gap),
+        "notes": _notes(metric, [point.run for point in ended if point.run], ranked),
         "scaling": fit_scaling(_best_of_each_size(ranked)) if swept_models else None,
     }
+
+
+def _notes(metric: str | None, runs: Sequence[PastRun], ranked: Sequence[dict[str, Any]]) -> list[str]:
+    """Return what the losses of a sweep do not show."""
+    notes = []
+    if metric != OF_AVERAGE and any(len(run.curve(OF_AVERAGE)) for run in runs):
+        fix = f"--metric_for_best_model {OF_AVERAGE} (with --ema_decay) ranks by them"
+        notes.append(f"losses are those of the last weights, not of their averages; {fix}")
+    if len({group["tokens"] for group in ranked}) > 1:
+        least, most = (choose(group["tokens"] or 0 for group in ranked) for choose in (min, max))
+        notes.append(f"points were trained on different numbers of tokens, {least:,} to {most:,}")
+    if len(ranked) > 1 and min(group["count"] for group in ranked[:2]) < 2:
+        notes.append("noise is the scatter within single runs; other seeds may differ by more: add --seed 1,2,3")
+    return notes
 
 
 def _gap(best: dict[str, Any], following: dict[str, Any]) -> dict[str, Any]:
@@ -114,7 +131,9 @@ def _choose_metric(runs: list[PastRun]) -> tuple[str | None, str | None]:
         for kind, reasons in reservations(first, other).items():
             unlike[kind] += reasons
     comparable = all(loss_per_token_is_comparable(first, other)[0] for other in others)
-    for metric in ("eval_loss", "end_loss") if comparable else ("eval_bits_per_byte",):
+    is_stated = all(run.settings.get("metric_for_best_model") == OF_AVERAGE for run in runs)
+    per_token = [*([OF_AVERAGE] if is_stated else []), "eval_loss", "end_loss"]
+    for metric in per_token if comparable else ["eval_bits_per_byte"]:
         kind = "training" if metric == "end_loss" else "evaluation"
         has_all = all(len(run.curve("loss" if metric == "end_loss" else metric)) for run in runs)
         if has_all and not unlike[kind]:

@@ -61,7 +61,11 @@ def as_text(result: dict[str, Any]) -> str:
     reasons = [
         f"{describe_settings(group['settings'])}: {why}" for group in result["groups"] if (why := group["why_not"])
     ]
-    return "\n".join([table, "", *reasons, result["verdict"], *law_lines(result)])
+    return "\n".join([table, "", *reasons, result["verdict"], *law_lines(result), *_notes(result)])
+
+
+def _notes(result: dict[str, Any]) -> list[str]:
+    return [f"note: {note}" for note in result["notes"]]
 
 
 def law_lines(result: dict[str, Any]) -> list[str]:
@@ -99,7 +103,7 @@ def write_sweep(folder: Path, points: Sequence[SweptRun], result: dict[str, Any]
     if runs:
         report = build_report(runs, compare(runs), with_plots=True)
         lines = [line for line in as_text(result).split(result["verdict"])[0].splitlines() if line]
-        report.verdicts = [("sweep", Finding(result["verdict"], law_lines(result), lines))]
+        report.verdicts = [("sweep", Finding(result["verdict"], law_lines(result) + _notes(result), lines))]
         report.plots = [*plots, *report.plots]
         write_whole(folder / "sweep.html", as_page(report).encode(errors="replace"))
         written.append(str(folder / "sweep.html"))

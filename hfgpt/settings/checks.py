@@ -114,7 +114,9 @@ def _find_mixture_problems(config: PretrainConfig) -> list[str]:
     if config.metric_for_best_model not in known:
         problems.append(f"metric_for_best_model={config.metric_for_best_model}: must be one of {', '.join(known)}")
         if config.ema_decay is None and "_ema" in config.metric_for_best_model:
-            problems[-1] += "; that of an average needs ema_decay"
+            problems[-1] += (
+                "; that of an average needs ema_decay, as average_last has none until the last part of the run"
+            )
     return problems
 
 

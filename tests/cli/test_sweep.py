@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from xml.etree import ElementTree
 
 import numpy as np
@@ -194,6 +195,19 @@ def test_best_point_and_noise_over_seeds(swept):
     (plot,) = build_sweep_plots(found)
     assert plot.describe_place(plot.x[0]) == "learning_rate 0.001"
     assert np.allclose(plot.curves[0].trend, means) and len(plot.curves[0].noise) == 2
+
+
+def test_averages_rank_if_they_are_stated_and_otherwise_are_noted(recipe, run, tmp_path):
+    for flags, metric in ([], "eval_loss"), (["--metric_for_best_model", "eval_loss_ema"], "eval_loss_ema"):
+        _, out, _ = run(recipe, "--ema_decay", "0.5,0.9", *flags, "--json", "--output_dir", tmp_path / metric)
+        result = json.loads(out)
+        assert result["metric"] == metric
+        ends = {point["path"]: lines(Path(point["path"]), metric)[-1][metric] for point in result["points"]}
+        assert [point["loss"] for point in result["points"]] == list(ends.values())
+        assert result["groups"][0]["value"] == min(ends.values())
+        assert ("not of their averages" in result["notes"][0]) == (metric == "eval_loss")
+        assert "other seeds may differ" in result["notes"][-1] and f"note: {result['notes'][-1]}" in as_text(result)
+    assert len(set(ends.values())) == 2
 
 
 def test_finished_points_are_found_and_others_refused(swept, recipe, run):
