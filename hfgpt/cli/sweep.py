@@ -167,6 +167,9 @@ def _run_all(
             )
         if code:
             error = f"exit code {code}: {_last_line(folder / LOG)}"
+            if "another run is using" in error and _read(output_dir, point).has_ended:  # of another sweep
+                print(f"{where}: finished by another sweep", file=sys.stderr)
+                continue
             write_json(folder / RECORD, {**records[point.name], "exit_code": code, "error": error})
             failed.append(f"{point.name}: {error}")
             print(f"{where}: failed: {error}", file=sys.stderr, flush=True)

@@ -239,6 +239,19 @@ def test_a_failed_point_is_recorded_and_the_others_run(recipe, run, tmp_path):
     assert stored["exit_code"] == 2 and "tokens_per_step=100 is not a multiple" in stored["error"]
 
 
+def test_a_point_that_another_sweep_has_finished_meanwhile_is_finished(recipe, run, tmp_path, monkeypatch):
+    def launch(command, log, signals):
+        code = launch_here(command, log, signals)  # of the other sweep, which took the folder first
+        with open(log, "a") as file:
+            print("error: output_dir=x: another run is using it (process 7); choose another folder", file=file)
+        return code or 2
+
+    monkeypatch.setattr(sweep, "launch", launch)
+    code, out, err = run(recipe, "--seed", "1,2", "--max_steps", "2", "--output_dir", tmp_path)
+    assert code == 0 and err.count("finished by another sweep") == 2 and "failed" not in out
+    assert "error" not in json.loads((tmp_path / "seed=1" / sweep.RECORD).read_text())
+
+
 def past(folder, name, values, **options):
     from test_compare import write_run
 
