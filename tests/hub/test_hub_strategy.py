@@ -268,8 +268,8 @@ def test_a_lost_machine_costs_nothing(tmp_path, document_folder):
     hub = ["--push_to_hub", "true", "--hub_model_id", "tiny", "--hub_strategy", "checkpoint"]
     hub += ["--resume_from_checkpoint", "hub"]
 
-    def kill(method, path, range_):  # during the second push: the run does not end before that
-        if "/commit/" in path and "resume.json" in server.files(REPOSITORY) and not killed.is_set():
+    def kill(method, path, range_):  # during the second push, before its commit: the first is what is left
+        if "/preupload/" in path and "resume.json" in server.files(REPOSITORY) and not killed.is_set():
             lost.kill_all()
             killed.set()
 
