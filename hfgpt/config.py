@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import re
 import typing
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from fractions import Fraction
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -34,7 +32,6 @@ from hfgpt.settings.checks import (
 from hfgpt.settings.field_types import AUTO, NO_VALUE, NOT_CONVERTIBLE, convert, describe
 from hfgpt.settings.layers import GaveWay, drop_of_another, merge_layers, read_flags, stated_size
 from hfgpt.settings.mixture import OF_SOURCE, Mixture, evaluation_texts, read_mixture, with_numbers
-from hfgpt.settings.step_sizes import StepSizes, as_stages
 
 Auto = Literal["auto"]
 Schedule = Literal["cosine_with_min_lr", "warmup_stable_decay", "linear", "constant", "constant_with_warmup"]
@@ -384,34 +381,6 @@ class PretrainConfig:
         if isinstance(self.tokens_per_step, list):
             return split_stages(self.tokens_per_step, *how)
         return split_step(self.tokens_per_step, *how)
-
-    def largest_step(self, batch: Batch) -> Batch:
-        """Return the split of the largest step, given that of what divides all of them."""
-        stages = self.tokens_per_step if isinstance(self.tokens_per_step, list) else []
-        return batch.of(max((size for _, size in stages), default=batch.tokens_per_step) // self.sequence_length)
-
-    def step_sizes(self, batch: Batch, step: int = 0, tokens: int = 0) -> StepSizes:
-        """Return the sizes of the steps from `step` on, after `tokens` tokens."""
-        return StepSizes.plan(
-            as_stages(self.tokens_per_step or batch.tokens_per_step), self.sequence_length, step, tokens
-        )
-
-    def total_steps(self, sizes: StepSizes, epoch_blocks: int | None) -> int:
-        """Return the length of the run in steps.
-
-        epoch_blocks: blocks in one pass over the text, or None if the text is streamed.
-        """
-        if self.max_steps is not None:
-            return self.max_steps
-        if self.max_tokens is not None:
-            return max(1, math.floor(sizes.steps_at(self.max_tokens)))
-        assert self.num_train_epochs is not None  # noqa: S101
-        if epoch_blocks is None:
-            raise UserError(
-                f"num_train_epochs={self.num_train_epochs}: the length of streamed text is not known in advance; "
-                "set max_steps or max_tokens, or load the text into memory with --streaming false"
-            )
-        return max(1, round(sizes.steps_with(Fraction(self.num_train_epochs * epoch_blocks))))
 
     def end_learning_rate(self) -> float:
         """Return the learning rate after the decay."""

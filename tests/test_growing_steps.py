@@ -23,7 +23,8 @@ from hfgpt.data import prepare_data
 from hfgpt.data.loader import iterate
 from hfgpt.data.stream import join_batches
 from hfgpt.planning.estimate import forecast
-from hfgpt.settings.step_sizes import StepSizes, find_stage_problem
+from hfgpt.settings.batch import largest_step
+from hfgpt.settings.step_sizes import StepSizes, find_stage_problem, step_sizes, total_steps
 
 GROWING = StepSizes.plan([[0, 4 * 16], [9 * 64, 12 * 16], [17 * 64, 20 * 16]], 16)
 STEPS = 20
@@ -95,8 +96,11 @@ def test_stages_are_read_as_text_yaml_and_python(tmp_path, monkeypatch):
         assert PretrainConfig.from_cli(plain, flags).tokens_per_step == wanted
     config = PretrainConfig(**plain, tokens_per_step=[[0, 64], [1e3, 128]])
     batch = config.batch(1)
-    assert config.tokens_per_step == wanted and config.total_steps(config.step_sizes(batch), None) == 16 + 7
-    assert (batch.micro_batch, batch.accumulation, config.largest_step(batch).accumulation) == (4, 1, 2)
+    assert (
+        config.tokens_per_step == wanted
+        and total_steps(config, step_sizes(config, batch.tokens_per_step), None) == 16 + 7
+    )
+    assert (batch.micro_batch, batch.accumulation, largest_step(config, batch).accumulation) == (4, 1, 2)
     assert PretrainConfig(**plain, tokens_per_step=[[0, 64]]).tokens_per_step == 64
     with pytest.raises(UserError, match="gradient_accumulation_steps=2: follows from tokens_per_step"):
         PretrainConfig(**plain, tokens_per_step=wanted, gradient_accumulation_steps=2)

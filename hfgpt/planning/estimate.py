@@ -18,7 +18,7 @@ from hfgpt.model.memory import Memory, training_memory
 from hfgpt.planning.device import Device, find_device
 from hfgpt.settings.batch import Batch, splits_of_stages
 from hfgpt.settings.field_types import NOT_CONVERTIBLE, convert
-from hfgpt.settings.step_sizes import StepSizes
+from hfgpt.settings.step_sizes import StepSizes, step_sizes, total_steps
 from hfgpt.training.plan import setting_of
 
 # What a process needs besides tensors: a CUDA context is 0.3 to 0.5 GiB, and the allocator leaves gaps.
@@ -84,11 +84,11 @@ class Forecast:
 
     @property
     def sizes(self) -> StepSizes:
-        return self.config.step_sizes(self.batch)
+        return step_sizes(self.config, self.batch.tokens_per_step)
 
     @property
     def steps(self) -> int:
-        return self.config.total_steps(self.sizes, None)
+        return total_steps(self.config, self.sizes, None)
 
     @property
     def stages(self) -> list[tuple[int, int, int]]:

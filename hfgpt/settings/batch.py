@@ -5,10 +5,13 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hfgpt.errors import UserError
-from hfgpt.settings.step_sizes import Stages, StepSizes
+from hfgpt.settings.step_sizes import Stages, StepSizes, as_stages
+
+if TYPE_CHECKING:
+    from hfgpt.config import PretrainConfig
 
 MOST_CANDIDATES = 2**14  # most sizes tried to find some that fit
 
@@ -57,6 +60,12 @@ class Batch:
             f"{self.tokens_per_step:,} tokens = micro-batch {self.micro_batch} x sequence {self.sequence_length} x "
             f"accumulation {self.accumulation} x processes {self.processes}"
         )
+
+
+def largest_step(config: PretrainConfig, batch: Batch) -> Batch:
+    """Return the split of a run's largest step, given that of what divides all of them."""
+    stages = as_stages(config.tokens_per_step or batch.tokens_per_step)
+    return batch.of(max(size for _, size in stages) // config.sequence_length)
 
 
 def splits_of_stages(batch: Batch, sizes: StepSizes, last: int) -> list[dict[str, Any]]:

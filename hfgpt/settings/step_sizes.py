@@ -7,9 +7,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import count, pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from hfgpt.errors import UserError
 from hfgpt.messages.formats import shown
+
+if TYPE_CHECKING:
+    from hfgpt.config import PretrainConfig
 
 Stages = Sequence[Sequence[int]]  # [tokens seen from which a stage holds, its tokens per step]
 
@@ -120,6 +124,32 @@ class StepSizes:
         ends = [*(first for first, _ in self.stages[1:]), last]
         spans = zip(self.stages, ends, strict=True)
         return [(first, min(end, last), blocks) for (first, blocks), end in spans if first < last]
+
+
+def step_sizes(config: PretrainConfig, stated: int, step: int = 0, tokens: int = 0) -> StepSizes:
+    """Return the sizes of the steps from `step` on, after `tokens` tokens.
+
+    stated: the tokens per step if `tokens_per_step` is not set.
+    """
+    return StepSizes.plan(as_stages(config.tokens_per_step or stated), config.sequence_length, step, tokens)
+
+
+def total_steps(config: PretrainConfig, sizes: StepSizes, epoch_blocks: int | None) -> int:
+    """Return the length of the run in steps.
+
+    epoch_blocks: blocks in one pass over the text, or None if the text is streamed.
+    """
+    if config.max_steps is not None:
+        return config.max_steps
+    if config.max_tokens is not None:
+        return max(1, math.floor(sizes.steps_at(config.max_tokens)))
+    assert config.num_train_epochs is not None  # noqa: S101
+    if epoch_blocks is None:
+        raise UserError(
+            f"num_train_epochs={config.num_train_epochs}: the length of streamed text is not known in advance; "
+            "set max_steps or max_tokens, or load the text into memory with --streaming false"
+        )
+    return max(1, round(sizes.steps_with(Fraction(config.num_train_epochs * epoch_blocks))))
 
 
 def find_stage_problem(stages: Stages) -> str | None:

@@ -24,7 +24,7 @@ from hfgpt.messages.formats import about, counted, rounded
 from hfgpt.model.configuration_gpt2 import model_fields
 from hfgpt.model.flops import TYPICAL_MFU, parameter_counts, training_flops_per_token
 from hfgpt.model.memory import Setting, training_memory
-from hfgpt.settings.batch import Batch, splits_of_stages
+from hfgpt.settings.batch import Batch, largest_step, splits_of_stages
 from hfgpt.settings.step_sizes import StepSizes
 from hfgpt.training.divergence import describe_guards
 from hfgpt.training.parameter_groups import describe_groups, group_settings
@@ -42,7 +42,7 @@ def setting_of(
     return Setting(
         micro_batch=batch.micro_batch,
         sequence_length=batch.sequence_length,
-        accumulation=config.largest_step(batch).accumulation,
+        accumulation=largest_step(config, batch).accumulation,
         precision=precision,
         compiled=compiled,
         checkpointing=config.gradient_checkpointing,
@@ -59,7 +59,7 @@ def check_memory(config: PretrainConfig, batch: Batch, setting: Setting, availab
     """Raise UserError if the sizes far exceed the device's memory. The still unknown vocabulary counts as zero."""
     model = GPT2Config(**{**model_fields(config.model), "vocab_size": 2, "bos_token_id": None, "eos_token_id": None})
     needed = training_memory(model, setting).peak
-    batch = config.largest_step(batch)
+    batch = largest_step(config, batch)
     needed += 12 * batch.tokens_per_step // batch.processes  # token ids of one step
     if available_bytes and needed > 2 * available_bytes:
         raise UserError(

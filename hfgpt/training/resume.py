@@ -24,7 +24,7 @@ from hfgpt.distributed.ranks import Ranks
 from hfgpt.errors import UserError
 from hfgpt.settings.batch import Batch
 from hfgpt.settings.mixture import OF_SOURCE, Mixture, read_mixture
-from hfgpt.settings.step_sizes import StepSizes
+from hfgpt.settings.step_sizes import StepSizes, step_sizes
 from hfgpt.training.averaging import WeightAverage
 from hfgpt.training.lr_schedule import LearningRate
 from hfgpt.training.plan import Plan
@@ -128,16 +128,16 @@ def sizes_of_run(config: PretrainConfig, batch: Batch, resume_from: Path | None)
     UserError for a new stage that the logical streams of the run do not divide.
     """
     if resume_from is None:
-        return config.step_sizes(batch)
+        return step_sizes(config, batch.tokens_per_step)
     trainer, saved = (read_state(resume_from, name) for name in ("trainer_state", "data_state"))
     step, tokens = trainer["step"], trainer["num_input_tokens_seen"]
     then = StepSizes.read(saved["fingerprint"].get("blocks_per_step"), config.sequence_length)
     if then is None:
-        return config.step_sizes(batch)
-    now = then.followed_by(config.step_sizes(batch, *trainer["sized_since"]))
+        return step_sizes(config, batch.tokens_per_step)
+    now = then.followed_by(step_sizes(config, batch.tokens_per_step, *trainer["sized_since"]))
     is_changed = now.until(step) != then.until(step)
     if is_changed and config.accept_changed_text:
-        now = then.followed_by(config.step_sizes(batch, step, tokens))
+        now = then.followed_by(step_sizes(config, batch.tokens_per_step, step, tokens))
     streams = streams_of(saved["position"])
     if streams and now.common % streams:
         if not is_changed:

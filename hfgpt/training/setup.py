@@ -30,6 +30,7 @@ from hfgpt.hub.background import SavePusher
 from hfgpt.hub.push import check_push
 from hfgpt.hub.resume_from_hub import find_resume_point
 from hfgpt.settings.field_types import AUTO
+from hfgpt.settings.step_sizes import total_steps
 from hfgpt.training.averaging import build_average
 from hfgpt.training.batch_size import choose_micro_batch
 from hfgpt.training.build_model import attention_arguments, build_model, check_sharding
@@ -99,7 +100,7 @@ def _prepare(
     check_memory(config, batch, machine.memory_setting(config, batch), memory_bytes(device))
     sizes = ranks.from_main(partial(sizes_of_run, config, batch, resume_from))
     config, data = open_text(config, sizes, resume_from, ranks)
-    max_steps = config.total_steps(sizes, getattr(data.train, "blocks_per_epoch", None))
+    max_steps = total_steps(config, sizes, getattr(data.train, "blocks_per_epoch", None))
     compiled = _choose_compile(config, device, batch.of(sizes.blocks_before(max_steps)).accumulation, max_steps)
 
     # Only the main process reads the weights; it sends them to the others.

@@ -13,6 +13,7 @@ from hfgpt.distributed.device_peaks import rated_memory_gib
 from hfgpt.model.configuration_gpt2 import model_config
 from hfgpt.model.memory import training_memory
 from hfgpt.planning.estimate import forecast
+from hfgpt.settings.step_sizes import step_sizes
 from hfgpt.training.plan import Plan, setting_of
 
 CARD = "NVIDIA GeForce RTX 4070 Ti"
@@ -183,7 +184,7 @@ def test_the_plan_of_a_run_has_the_same_memory():
         config,
         model,
         batch,
-        config.step_sizes(batch),
+        step_sizes(config, batch.tokens_per_step),
         1,
         *choices,
         "card",
@@ -213,7 +214,7 @@ def test_the_plan_of_a_run_says_how_long_it_takes(steps, shown):
         config,
         model,
         batch,
-        config.step_sizes(batch),
+        step_sizes(config, batch.tokens_per_step),
         steps,
         *choices,
         "card",
