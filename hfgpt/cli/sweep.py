@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from hfgpt.settings.grid import Point
 
 RECORD, LOG = "sweep.json", "sweep.log"  # in the folder of each point
+NOT_SET = "not set"
 WAIT_SECONDS = 0.2
 CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True}
 
@@ -57,25 +59,27 @@ def sweep(
     Example: hfgpt sweep recipes/quickstart.py --learning_rate 1e-3,3e-3,1e-2 --seed 1,2,3 --output_dir out/sweep
     """
     from hfgpt.comparing.sweep import summarize_sweep
-    from hfgpt.comparing.sweep_report import as_text, write_sweep
+    from hfgpt.comparing.sweep_report import WIDTH, as_text, write_sweep
     from hfgpt.settings.grid import read_grid
 
     output_dir = output_dir or Path("out", "sweep")
     points, notes = read_grid(context.args)
     start = _start_command(recipe, config_file)
+    points = _in_earlier_folders(output_dir, points, recipe)
     records = {point.name: _record(recipe, point) for point in points}
     _check(output_dir, points, records)
     print(*notes, sep="\n", end="\n" if notes else "", file=sys.stderr)
     failed = [] if table_only else _run_all(start, output_dir, points, records, max_failures)
     swept = [_read(output_dir, point) for point in points]
     if not any(one.run for one in swept) and not failed:
-        raise UserError(f"output_dir={output_dir}: has none of these {len(points)} points; leave out --table_only")
+        raise UserError(f"output_dir={output_dir}: holds no run of this grid; leave out --table_only")
     result = summarize_sweep(swept)
     written = write_sweep(output_dir, swept, result)
-    print(as_json(result) if is_json else as_text(result))
+    print(as_json(result) if is_json else as_text(result, shutil.get_terminal_size((WIDTH, 24)).columns))
     print(f"written: {', '.join(written)}", file=sys.stderr)
     if failed:
-        raise RunError(f"{counted(len(failed), 'point')} of {len(points)} failed: {'; '.join(failed)}")
+        more = f"; and {len(failed) - 1} more, see above" if len(failed) > 1 else ""
+        raise RunError(f"{counted(len(failed), 'point')} of {len(points)} failed: {failed[0]}{more}")
 
 
 def _start_command(recipe: Path, config_file: Path | None) -> list[str]:
@@ -106,8 +110,8 @@ def _check(output_dir: Path, points: list[Point], records: dict[str, dict[str, A
         differ = [key for key in ("recipe", "recipe_sha256") if found.get(key) != wanted[key]][:1]
         settings = found.get("settings") or {}
         keys = dict.fromkeys((*settings, *wanted["settings"]))
-        differ += [key for key in keys if settings.get(key) != wanted["settings"].get(key)]
-        texts = [_difference(key, settings.get(key), wanted["settings"].get(key)) for key in differ]
+        differ += [key for key in keys if settings.get(key, NOT_SET) != wanted["settings"].get(key, NOT_SET)]
+        texts = [_difference(key, settings, wanted["settings"]) for key in differ]
         if not found:
             texts = ["its sweep.json is missing or damaged"]
         if texts:
@@ -119,10 +123,24 @@ def _check(output_dir: Path, points: list[Point], records: dict[str, dict[str, A
         raise UserError(f"{problems[0]}{more}; choose another output_dir, or the same settings")
 
 
-def _difference(key: str, before: Any, now: Any) -> str:
+def _difference(key: str, *of_both: dict[str, Any]) -> str:
     if key.startswith("recipe"):
         return "the recipe has changed"
-    return f"{key}: {'not set' if before is None else shown(before)}, now {'not set' if now is None else shown(now)}"
+    before, now = (shown(settings.get(key, NOT_SET)) for settings in of_both)
+    return f"{key}: {before}, now {now}"
+
+
+def _in_earlier_folders(output_dir: Path, points: list[Point], recipe: Path) -> list[Point]:
+    """Return the points, named as the folders that have their settings, if an earlier grid gave them other names."""
+    earlier: dict[str, list[str]] = {}
+    for file in sorted(output_dir.glob(f"*/{RECORD}")):
+        record = {key: value for key, value in _stored(file.parent).items() if key not in ("exit_code", "error")}
+        earlier.setdefault(json.dumps(record, sort_keys=True), []).append(file.parent.name)
+    names = [earlier.get(json.dumps(_record(recipe, point), sort_keys=True), [point.name]) for point in points]
+    return [
+        point if point.name in found else point._replace(name=found[0])
+        for point, found in zip(points, names, strict=True)
+    ]
 
 
 def _stored(folder: Path) -> dict[str, Any]:

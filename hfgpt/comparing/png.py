@@ -56,7 +56,8 @@ def _draw_curve(axes: Any, curve: Curve, alone: bool) -> None:
         axes.plot(curve.trend, color=colour, linewidth=1.6, linestyle=dash, marker=marker, label=training)
     if curve.noise is not None:
         bars = {"fmt": _MARKERS[curve.run_index % len(_MARKERS)], "markersize": 5, "capsize": 3, "elinewidth": 1}
-        axes.errorbar(curve.trend.index, curve.trend, curve.noise, color=colour, **bars)
+        label = "" if len(curve.records) else name
+        axes.errorbar(curve.trend.index, curve.trend, curve.noise, color=colour, label=label, **bars)
     if len(curve.evaluations):
         axes.plot(
             curve.evaluations, _MARKERS[curve.run_index % len(_MARKERS)], color=colour, label=evaluation,

@@ -18,8 +18,8 @@ Coefficients = np.ndarray  # one row per draw
 def fit_scaling(points: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return the law `loss = E + A / N^alpha` of parameters N, and `loss = a / C^b` of compute C in FLOPs.
 
-    points: one per size, each with `parameters`, `flops`, `tokens`, `loss`, and for several seeds `std` and `count`.
-    A law is None if it cannot be right, and `why_not` says why.
+    points: one per size, each with `parameters`, `flops`, `tokens`, `loss`, its `noise` or None, and for several seeds
+    `std` and `count`. A law is None if it cannot be right, and `why_not` says why.
     """
     laws: dict[str, Any] = {"why_not": {}}
     for name, key, fit in (("parameters", "parameters", _fit_size), ("compute", "flops", _fit_power)):
@@ -56,9 +56,11 @@ def _law(
     return {
         **{of: float(value) for of, value in zip(names, best[0], strict=True)},
         "bands": {of: [float(a), float(b)] for of, a, b in zip(names, low, high, strict=True)},
-        "points": {key: x.tolist(), "loss": losses.tolist(), "fitted": fitted.tolist()},
+        "points": {key: x.tolist(), "loss": losses.tolist(), "fitted": fitted.tolist(),
+                   "noise": [point.get("noise") for point in points]},
         "ahead": {key: grid[-1], "loss": float(curve(best, grid)[0, -1]), "band": bands[:, -1].tolist()},
-        "band": {key: grid.tolist(), "low": bands[0].tolist(), "high": bands[1].tolist()},
+        "band": {key: grid.tolist(), "loss": curve(best, grid)[0].tolist(), "low": bands[0].tolist(),
+                 "high": bands[1].tolist()},
     }  # fmt: skip
 
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import math
+import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 
 from hfgpt.comparing import png
@@ -19,13 +23,16 @@ from hfgpt.comparing.comparison import compare
 from hfgpt.comparing.page import as_page
 from hfgpt.comparing.plots import Curve, Plot, Tick, round_numbers, short
 from hfgpt.comparing.report import build_report
+from hfgpt.comparing.short_values import as_key
 from hfgpt.comparing.sweep import METRICS, SweptRun, describe_settings
-from hfgpt.comparing.values import UNKNOWN, format_value
+from hfgpt.comparing.values import UNKNOWN
 from hfgpt.comparing.verdict import Finding
 from hfgpt.errors import UserError
 from hfgpt.files import write_whole
 
-WIDTH = 115  # of the table
+TABLE = "sweep.csv"
+WIDTH = 120
+_LEFT_OUT_FIRST = ("tokens/s", "std of seeds", "parameters")
 _LOG_FROM = 5.0  # values that span this factor are on a logarithmic axis
 _SIGNS = {"parameters": "N", "compute": "C"}
 
@@ -39,29 +46,70 @@ class SweepPlot(Plot):
         return f"{self.axis} {nearest.label}"
 
 
-def as_text(result: dict[str, Any]) -> str:
-    """Return the table of a sweep, best point first, its verdict and its laws."""
-    metric = result["metric"]
-    grid = Table(box=None, pad_edge=False)
-    grid.add_column("point", overflow="fold")
-    for name in (METRICS.get(metric, "loss"), "noise", "std of seeds", "seeds", "tokens/s", "parameters", "state"):
-        grid.add_column(name, justify="right" if name != "state" else "left")
-    for group in result["groups"]:
-        numbers = [group["value"], group["noise"], group["std"]]
-        cells = [UNKNOWN if value is None else f"{value:.4f}" for value in numbers]
-        cells[1] = f"±{cells[1]}" if group["noise"] is not None else UNKNOWN
-        rate, size = (format_value(group[key], key) for key in ("tokens_per_second", "parameters"))
-        states = "diverged" if group["why_not"] else ", ".join(group["states"])
-        grid.add_row(describe_settings(group["settings"]), *cells, str(group["count"]), rate, size, states)
+class LawPlot(Plot):
+    """A plot over the logarithm of a size."""
+
+    def describe_place(self, at: float) -> str:
+        return f"{short(10**at)} {self.axis}"
+
+
+def as_text(result: dict[str, Any], width: int = WIDTH) -> str:
+    """Return the table of a sweep, best point first, its verdict and its laws, in lines of at most `width` characters.
+
+    Columns that say nothing, and those that do not fit, are left out.
+    """
     screen = io.StringIO()
     # Plain text: names and settings must not be read as markup.
-    console = Console(file=screen, width=WIDTH, color_system=None, markup=False, emoji=False, highlight=False)
-    console.print(grid)
-    table = "\n".join(line.rstrip() for line in screen.getvalue().splitlines())
-    reasons = [
-        f"{describe_settings(group['settings'])}: {why}" for group in result["groups"] if (why := group["why_not"])
-    ]
-    return "\n".join([table, "", *reasons, result["verdict"], *law_lines(result), *_notes(result)])
+    console = Console(file=screen, width=width, color_system=None, markup=False, emoji=False, highlight=False)
+    settings, measured = _columns(result)
+    left_out, endless = [], console.options.update_width(10**6)
+    for name in _LEFT_OUT_FIRST:
+        if Measurement.get(console, endless, _grid(settings, measured)).minimum <= width:
+            break
+        left_out += [name] if measured.pop(name, None) else []
+    console.print(_grid(settings, measured))
+    lines = [f"{describe_settings(group)}: {why}" for group in result["groups"] if (why := group["why_not"])]
+    lines += [result["verdict"], *law_lines(result), *_notes(result)]
+    lines += [f"left out, as they do not fit: {', '.join(left_out)}; --json shows them"] if left_out else []
+    wrapped = [textwrap.fill(line, width, subsequent_indent="  ", break_on_hyphens=False) for line in lines]
+    return "\n".join([*(line.rstrip() for line in screen.getvalue().splitlines()), "", *wrapped])
+
+
+def _columns(result: dict[str, Any]) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
+    """Return the cells of the columns of settings, and of what was measured and says something."""
+    groups = result["groups"]
+    settings = {key: [group["shown"][key] for group in groups] for key in groups[0]["shown"]}
+
+    def column(key: str, form: str = "{:.4f}") -> list[str]:
+        return [UNKNOWN if group[key] is None else form.format(group[key]) for group in groups]
+
+    measured = {METRICS.get(result["metric"], "loss"): column("value"), "noise": column("noise", "±{:.4f}")}
+    if any(group["count"] > 1 for group in groups):
+        measured |= {"std of seeds": column("std"), "seeds": column("count", "{}")}
+    measured["tokens/s"] = column("tokens_per_second", "{:,.0f}")
+    if len({*(sizes := column("parameters", "{:,}"))}) > 1:
+        measured["parameters"] = sizes
+    states = ["diverged" if _has_diverged(group) else ", ".join(group["states"]) for group in groups]
+    if {*states} != {"finished"}:
+        measured["state"] = states
+    return settings or {"point": [describe_settings(group) for group in groups]}, measured
+
+
+def _has_diverged(group: dict[str, Any]) -> bool:
+    return group["why_not"] is not None and "failed" not in group["states"]
+
+
+def _grid(settings: dict[str, list[str]], measured: dict[str, list[str]]) -> Table:
+    grid = Table(box=None, pad_edge=False)
+    for key in settings:
+        lines = textwrap.wrap(key.replace("_", "_ "), 22)
+        grid.add_column("\n".join(line.replace("_ ", "_") for line in lines), overflow="fold")
+    for name in measured:
+        header = "\n".join(textwrap.wrap(name, 10))
+        grid.add_column(header, justify="left" if name == "state" else "right", no_wrap=True)
+    for cells in zip(*settings.values(), *measured.values(), strict=True):
+        grid.add_row(*cells)
+    return grid
 
 
 def _notes(result: dict[str, Any]) -> list[str]:
@@ -76,41 +124,65 @@ def law_lines(result: dict[str, Any]) -> list[str]:
         if law is None:
             lines.append(f"no law over {name}: {result['scaling']['why_not'][name]}")
             continue
-        values = {of: f"{law[of]:.3g} ({low:.3g} to {high:.3g})" for of, (low, high) in law["bands"].items()}
-        formula = f"E + A / {sign}^alpha" if "E" in law else f"a / {sign}^b"
         ahead = law["ahead"]
         at = next(value for key, value in ahead.items() if key not in ("loss", "band"))
         low, high = ahead["band"]
         lines.append(
-            f"over {name}: loss = {formula}, {', '.join(f'{of} = {value}' for of, value in values.items())}; at "
-            f"{sign} = {short(at)}: {ahead['loss']:.3f} ({low:.3f} to {high:.3f})"
+            f"over {name}: {_formula(law, sign, *law['bands'])}; at {sign} = {short(at)}: {ahead['loss']:.3f} "
+            f"({low:.3f} to {high:.3f})"
         )
     return lines
 
 
+def _formula(law: dict[str, Any], sign: str, *names: str) -> str:
+    """Return a law in words, with the values and intervals of its parameters `names`."""
+    formula = f"loss = E + A / {sign}^alpha" if "E" in law else f"loss = a / {sign}^b"
+    values = (
+        f"{name} = {law[name]:.3g} ({low:.3g} to {high:.3g})" for name in names for low, high in [law["bands"][name]]
+    )
+    return ", ".join([formula, *values])
+
+
 def write_sweep(folder: Path, points: Sequence[SweptRun], result: dict[str, Any]) -> list[str]:
-    """Write sweep.html and the plots as PNG into `folder`; return the names of all files."""
+    """Write sweep.csv, sweep.html and the plots as PNG into `folder`; return the names of all files."""
     runs = [point.run for point in points if point.run and point.has_ended]
     plots = build_sweep_plots(result)
-    written = []
-    try:
-        for plot in plots:
-            content = png.draw(plot)
-            write_whole(folder / f"{plot.name}.png", content)
-            written.append(str(folder / f"{plot.name}.png"))
-    except UserError:  # no matplotlib: the page needs none
-        pass
+    contents = {TABLE: _as_csv(result["points"])}
+    with contextlib.suppress(UserError):  # no matplotlib: the page needs none
+        contents |= {f"{plot.name}.png": png.draw(plot) for plot in plots}
     if runs:
         report = build_report(runs, compare(runs), with_plots=True)
-        lines = [line for line in as_text(result).split(result["verdict"])[0].splitlines() if line]
+        settings, measured = _columns(result)
+        rows = zip(*({**settings, **measured}.values()), strict=True)
+        lines = [
+            ", ".join(
+                f"{n}={cell}" if n in settings else f"{n} {cell}"
+                for n, cell in zip((*settings, *measured), row, strict=True)
+            )
+            for row in rows
+        ]
         report.verdicts = [("sweep", Finding(result["verdict"], law_lines(result) + _notes(result), lines))]
         report.plots = [*plots, *report.plots]
-        write_whole(folder / "sweep.html", as_page(report).encode(errors="replace"))
-        written.append(str(folder / "sweep.html"))
-    return written
+        contents["sweep.html"] = as_page(report).encode(errors="replace")
+    for name, content in contents.items():
+        write_whole(folder / name, content)
+    return [str(folder / name) for name in contents]
 
 
-def build_sweep_plots(result: dict[str, Any]) -> list[SweepPlot]:
+def _as_csv(points: Sequence[dict[str, Any]]) -> bytes:
+    """Return a row for each point, with a column for each swept setting, in full."""
+    rows = [
+        {key: value for key, value in point.items() if key != "settings"}
+        | {
+            key: value if isinstance(value, int | float | str) else json.dumps(value)
+            for key, value in point["settings"].items()
+        }
+        for point in points
+    ]
+    return pd.DataFrame(rows).to_csv(index=False).encode(errors="replace")
+
+
+def build_sweep_plots(result: dict[str, Any]) -> list[Plot]:
     """Return the loss against each swept setting, and against parameters and compute if models were swept."""
     groups = [group for group in result["groups"] if group["value"] is not None]
     if not groups:
@@ -122,53 +194,60 @@ def build_sweep_plots(result: dict[str, Any]) -> list[SweepPlot]:
     return plots
 
 
-def _plot_setting(key: str, groups: list[dict[str, Any]], metric: str) -> SweepPlot | None:
+def _plot_setting(key: str, groups: list[dict[str, Any]], metric: str) -> Plot | None:
     """Return the loss against one setting, with a curve for each combination of the others."""
-    texts = {json.dumps(group["settings"][key], sort_keys=True): group for group in groups}
+    texts = {as_key(group["settings"][key]): group for group in groups}
     values = [group["settings"][key] for group in texts.values()]
     if len(values) < 2:
         return None
-    is_number = all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
-    if is_number:
-        place, ticks = _scale(sorted(values))
-    elif key == "model":
-        place, ticks = _scale(sorted({group["parameters"] for group in groups}))
+    sizes = [group["parameters"] for group in texts.values()] if key == "model" else values
+    if all(isinstance(size, int | float) and not isinstance(size, bool) for size in sizes) and len({*sizes}) == len(
+        texts
+    ):
+        place, ticks = _scale(sorted(sizes))
+        places = {text: place(size) for text, size in zip(texts, sizes, strict=True)}
+        axis = "parameters" if key == "model" else key
     else:
-        order = list(texts)
-        ticks = [Tick(index, shortened(value)) for index, value in enumerate(values)]
-
-        def place(value: Any) -> float:
-            return float(order.index(json.dumps(value, sort_keys=True)))
+        places = {text: float(index) for index, text in enumerate(texts)}
+        ticks = [Tick(index, textwrap.fill(group["shown"][key], 16)) for index, group in enumerate(texts.values())]
+        axis = key
 
     def at(group: dict[str, Any]) -> float:
-        return place(group["parameters"] if key == "model" and not is_number else group["settings"][key])
+        return places[as_key(group["settings"][key])]
 
     curves: dict[str, list[dict[str, Any]]] = {}
     for group in sorted(groups, key=at):
-        others = {name: value for name, value in group["settings"].items() if name != key}
-        curves.setdefault(describe_settings(others) if others else METRICS[metric], []).append(group)
+        name = describe_settings(group, without=key) if len(group["shown"]) > 1 else METRICS[metric]
+        curves.setdefault(name, []).append(group)
     drawn = [
         _curve(index, name, [at(group) for group in members], [group["value"] for group in members],
                [group["noise"] or 0.0 for group in members])
         for index, (name, members) in enumerate(curves.items())
     ]  # fmt: skip
-    label = "parameters" if key == "model" else key
-    return _sweep_plot(f"{METRICS[metric].capitalize()} against {key}", f"sweep_{key}", label, metric, drawn, ticks)
+    title = f"{METRICS[metric].capitalize()} against {key}"
+    return _sweep_plot(SweepPlot, title, f"sweep_{key}", axis, metric, drawn, ticks)
 
 
-def _plot_law(name: str, key: str, law: dict[str, Any], metric: str) -> SweepPlot:
+def _plot_law(name: str, key: str, law: dict[str, Any], metric: str) -> Plot:
     """Return the loss of each size, the law and its band."""
-    place, ticks = _scale(law["band"][key], labels=6)
-    points = law["points"]
-    x = [place(value) for value in law["band"][key]]
-    sizes = [place(size) for size in points[key]]
+    points, band = law["points"], law["band"]
+    start, end = band[key][0], band[key][-1]
+    powers = range(math.floor(math.log10(start)), math.ceil(math.log10(end)))
+    round_sizes = [factor * 10.0**power for power in powers for factor in (1, 3)]
+    ticks = [Tick(math.log10(size), short(size)) for size in round_sizes if start <= size <= end]
+    x, sizes = np.log10(band[key]).tolist(), np.log10(points[key]).tolist()
+    noise = [value or 0.0 for value in points["noise"]]
+    dots = _curve(3, "best of each size, ± noise", sizes, points["loss"], noise)
+    formula = _formula(law, _SIGNS[name], "alpha" if "E" in law else "b")
     curves = [
-        _curve(0, "best of each size", sizes, points["loss"], [0.0] * len(sizes)),
-        _curve(1, "law, from", x, law["band"]["low"]),
-        _curve(2, "law, to", x, law["band"]["high"]),
-    ]  # fmt: skip
-    title = f"{METRICS[metric].capitalize()} against {name}, and the 95 % band of the law"
-    return _sweep_plot(title, f"sweep_by_{name}", name, metric, curves, ticks)
+        dots._replace(records=pd.Series(dtype=float)),  # not joined by a line
+        _curve(0, formula, x, band["loss"]),
+        _curve(2, "95 % band of the law, from", x, band["low"]),
+        _curve(2, "95 % band of the law, to", x, band["high"]),
+    ]
+    title = f"{METRICS[metric].capitalize()} against {name}"
+    axis = {"parameters": "parameters without positions", "compute": "FLOPs"}[name]
+    return _sweep_plot(LawPlot, title, f"sweep_by_{name}", axis, metric, curves, ticks)
 
 
 def _curve(index: int, name: str, x: list[float], y: list[float], noise: list[float] | None = None) -> Curve:
@@ -176,7 +255,9 @@ def _curve(index: int, name: str, x: list[float], y: list[float], noise: list[fl
     return Curve(index, name, values, values, pd.Series(dtype=float), False, noise and pd.Series(noise, index=x))
 
 
-def _sweep_plot(title: str, name: str, axis: str, metric: str, curves: list[Curve], x_ticks: list[Tick]) -> SweepPlot:
+def _sweep_plot(
+    kind: type[Plot], title: str, name: str, axis: str, metric: str, curves: list[Curve], x_ticks: list[Tick]
+) -> Plot:
     edges = [value for curve in curves for one in (curve.trend, *_ends(curve)) for value in one]
     margin = 0.06 * (max(edges) - min(edges)) or 0.05 * abs(max(edges)) or 1.0
     x = [at for curve in curves for at in curve.trend.index]
@@ -185,25 +266,18 @@ def _sweep_plot(title: str, name: str, axis: str, metric: str, curves: list[Curv
     y_ticks = [Tick(at, f"{at:,.6g}") for at in round_numbers(*y, 5)]
     key = "loss" if metric == "end_loss" else metric
     limits = (min(x) - side, max(x) + side)
-    return SweepPlot(title, name, key, axis, None, axis, METRICS[metric], curves, limits, y, x_ticks, y_ticks, [], "")
+    return kind(title, name, key, axis, None, axis, METRICS[metric], curves, limits, y, x_ticks, y_ticks, [], "")
 
 
 def _ends(curve: Curve) -> list[pd.Series]:
     return [] if curve.noise is None else [curve.trend - curve.noise, curve.trend + curve.noise]
 
 
-def _scale(values: Sequence[float], labels: int = 0) -> tuple[Callable[[Any], float], list[Tick]]:
-    """Return where numbers are on an axis, and its ticks: at each value, or about `labels` of them."""
+def _scale(values: Sequence[float]) -> tuple[Callable[[Any], float], list[Tick]]:
+    """Return where numbers are on an axis, and its ticks: at each value."""
     is_log = values[0] > 0 and values[-1] / values[0] >= _LOG_FROM
 
     def place(value: Any) -> float:
         return math.log10(value) if is_log else float(value)
 
-    shown = values if not labels else values[:: max(1, len(values) // labels)]
-    return place, [Tick(place(value), short(value)) for value in shown]
-
-
-def shortened(value: Any) -> str:
-    """Return a value as the label of a tick."""
-    text = value if isinstance(value, str) else json.dumps(value)
-    return text if len(text) <= 16 else f"...{text[-13:]}"
+    return place, [Tick(place(value), short(value)) for value in values]

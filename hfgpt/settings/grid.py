@@ -38,7 +38,8 @@ class Point(NamedTuple):
 def read_grid(argv: list[str]) -> tuple[list[Point], list[str]]:
     """Return the points that flags describe, the first flag changing slowest, and notes on what is not swept.
 
-    Raises UserError, with all problems, for values that no run can have.
+    If no flag has several values, there is one point, named by all of them. Raises UserError, with all problems, for
+    values that no run can have.
     """
     *files, given = read_flags(PretrainConfig, {}, argv)
     notes = [f"{key}={given[key]}: a list itself, the same in all points; not swept" for key in _commas(given)]
@@ -52,10 +53,8 @@ def read_grid(argv: list[str]) -> tuple[list[Point], list[str]]:
     problems += _find_unfit(fixed, values)
     if problems:
         raise UserError(*dict.fromkeys(problems))
-    swept = {key: _different(texts[key], found) for key, found in values.items() if len(found) > 1}
-    swept = {key: pairs for key, pairs in swept.items() if len(pairs) > 1}
-    if not swept:
-        raise UserError("no setting has several values; separate them by commas, as in --learning_rate 1e-3,3e-3")
+    pairs = {key: _different(key, texts[key], found) for key, found in values.items()}
+    swept = {key: different for key, different in pairs.items() if len(different) > 1} or pairs
     if math.prod(map(len, swept.values())) > MOST_POINTS:
         raise UserError(f"the grid has more than {MOST_POINTS:,} points; leave out values")
     fixed |= {key: found[0] for key, found in values.items() if key not in swept}
@@ -101,6 +100,9 @@ def _read(key: str, text: Any, problems: list[str]) -> Any:
         value = convert(text, hint)
         if key == "model" and value != AUTO:
             model_fields(value)
+        match key, value:
+            case "tokens_per_step", [[0, tokens]]:  # one stage is the whole run
+                value = tokens
     except UserError as error:
         problems += error.problems
     except NOT_CONVERTIBLE:
@@ -125,17 +127,18 @@ def _find_unfit(fixed: dict[str, Any], values: dict[str, list[Any]]) -> list[str
     return problems
 
 
-def _different(texts: list[Any], values: list[Any]) -> list[tuple[Any, Any]]:
+def _different(key: str, texts: list[Any], values: list[Any]) -> list[tuple[Any, Any]]:
     """Return pairs of text and value, without those of an equal value (1e-3 and 0.001)."""
     pairs: dict[str, tuple[Any, Any]] = {}
     for text, value in zip(texts, values, strict=True):
-        pairs.setdefault(json.dumps(value, sort_keys=True), (text, value))
+        equal = model_fields(value) if key == "model" and value != AUTO else value
+        pairs.setdefault(json.dumps(equal, sort_keys=True), (text, value))
     return list(pairs.values())
 
 
 def _point(chosen: dict[str, tuple[Any, Any]], fixed: dict[str, Any], same: list[str]) -> Point:
     values = {key: value for key, (_, value) in chosen.items()}
-    name = ",".join(f"{key}={label(value)}" for key, value in sorted(values.items()))
+    name = ",".join(f"{key}={label(value)}" for key, value in sorted(values.items())) or "recipe"
     if len(name) > LONGEST_NAME:
         name = f"{name[: LONGEST_NAME - 9].rstrip('. ')}-{_hash(name, 8)}"
     flags = [*same, *(f"--{key}={text}" for key, (text, _) in chosen.items())]

@@ -15,6 +15,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import numpy as np
+import pandas as pd
 import pytest
 from accelerate.state import AcceleratorState, GradientState
 from running import ROOT, lines
@@ -24,8 +25,9 @@ from hfgpt import UserError
 from hfgpt.checkpointing.run_folder import RunFolder
 from hfgpt.cli import sweep
 from hfgpt.comparing.scaling import fit_scaling
+from hfgpt.comparing.short_values import shorten
 from hfgpt.comparing.sweep import SweptRun, summarize_sweep
-from hfgpt.comparing.sweep_report import as_text, build_sweep_plots
+from hfgpt.comparing.sweep_report import as_text, build_sweep_plots, write_sweep
 from hfgpt.settings.grid import LONGEST_NAME, label, read_grid, split
 
 RECIPE = """
@@ -128,6 +130,9 @@ def test_points_are_named_by_their_values(tmp_path, monkeypatch):
     for value in ("a/b", "a-b", "A-b", "a:b", "x" * 300, "é", "..", "con.", 'q"?', {"n_layer": 1}, {"n_layer": 2}):
         assert re.fullmatch(r"[a-z0-9_.+-]{1,40}(?<!\.)", label(value))
     assert len({label(value) for value in ("a/b", "a-b", "A-b", "A/b", "a_b")}) == 5
+    models = "gpt2-40m,{size: gpt2-40m},{n_layer: 2, n_embd: 24},{n_embd: 24, n_layer: '2'}"
+    for key, values in ("model", models), ("tokens_per_step", "64,[[0, 64]],[[0, 64], [1e3, 128]],[[0,64],[1000,128]]"):
+        assert len(read_grid([f"--{key}", values])[0]) == 2  # the same under two spellings
     names = [point.name for point in read_grid(["--tokenizer", ",".join("x" * n for n in range(25, 29)), *GRID])[0]]
     long = ["--eval_steps=1,2", "--adam_beta1=0.91,0.92", "--per_device_train_batch_size=1,2", "--sample_steps=10,20"]
     names += [point.name for point in read_grid([*GRID, *long])[0]]
@@ -137,7 +142,6 @@ def test_points_are_named_by_their_values(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("flags", "line"),
     [
-        (["--seed", "1"], "no setting has several values"),
         (["--seed", "1,,2"], "seed: needs a value; commas must have one on both sides"),
         (["--seed", "1,2", "--learning_rate", "1,x,-2"], "learning_rate=x: must be a number; learning_rate=-2.0: must"),
         (["--model", "gpt2-40m,gpt2-41m"], "model=gpt2-41m: no such size; did you mean gpt2-40m?"),
@@ -148,7 +152,7 @@ def test_points_are_named_by_their_values(tmp_path, monkeypatch):
         (["--seed", "1,2", "--config_file", "no.yaml"], "config_file=no.yaml: there is no such file"),
         (["--seed", "1,2", "--config", "no.yaml"], "config=no.yaml: No such file"),
         (["--seed", ",".join(map(str, range(1001)))], "the grid has more than 1,000 points"),
-        (["--seed", "1,2", "--table_only"], "has none of these 2 points; leave out --table_only"),
+        (["--seed", "1,2", "--table_only"], "holds no run of this grid; leave out --table_only"),
         (["--seed", "1,2", "more"], "more: not a flag"),
     ],
 )  # fmt: skip
@@ -191,7 +195,7 @@ def test_best_point_and_noise_over_seeds(swept):
     assert found["gap"]["beyond_noise"] == (means[worse] - means[best] > band)
     assert f"{means[best]:.4f}, mean of 2 seeds" in found["verdict"]
     text = as_text(found).splitlines()
-    assert text[1].split()[:2] == [f"learning_rate={[0.001, 0.03][best]}", f"{means[best]:.4f}"]
+    assert text[2].split()[:2] == [str([0.001, 0.03][best]), f"{means[best]:.4f}"]
     (plot,) = build_sweep_plots(found)
     assert plot.describe_place(plot.x[0]) == "learning_rate 0.001"
     assert np.allclose(plot.curves[0].trend, means) and len(plot.curves[0].noise) == 2
@@ -217,6 +221,8 @@ def test_finished_points_are_found_and_others_refused(swept, recipe, run):
     assert code == 0 and json.loads(out) == found and not launched and err.count("finished before") == 4
     code, out, err = run(recipe, *GRID, "--max_steps", "4", *there)
     assert code == 2 and err.count("\n") == 1 and "was run with other settings (max_steps: not set, now 4)" in err
+    code, out, err = run(recipe, *GRID, "--min_learning_rate", "none", *there)
+    assert code == 2 and "(min_learning_rate: not set, now None)" in err
     (other := recipe.with_name("other.py")).write_text(recipe.read_text() + "\n")
     assert "the recipe" in run(other, *GRID, *there)[2] and not launched
     record = folder / NAMES[0] / sweep.RECORD
@@ -228,13 +234,30 @@ def test_finished_points_are_found_and_others_refused(swept, recipe, run):
     assert code == 0 and [p["state"] for p in json.loads(out)["points"]] == ["finished", "not run"] * 2
 
 
+def test_a_point_of_another_grid_is_found_and_one_point_has_no_best(swept, recipe, run):
+    folder, found = swept
+    code, out, _ = run(recipe, "--seed", "1", "--learning_rate", "0.001", "--json", "--output_dir", folder)
+    result = json.loads(out)
+    assert (code, launched, result["points"]) == (0, [], found["points"][:1]) and "noise" in result["notes"][-1]
+    assert (result["best"], result["gap"], result["why_no_best"]) == (None, None, "there is only one point")
+    _, out, _ = run(recipe, "--seed", "2,1", "--learning_rate", "1e-3", "--json", "--output_dir", folder)
+    result = json.loads(out)
+    assert not launched and [point["name"] for point in result["points"]] == NAMES[1::-1]
+    assert result["groups"][0]["std"] == next(
+        g["std"] for g in found["groups"] if g["settings"]["learning_rate"] < 0.01
+    )
+    assert read_grid([])[0][0].name == "recipe"
+
+
 def test_a_failed_point_is_recorded_and_the_others_run(recipe, run, tmp_path):
     flags = [recipe, "--tokens_per_step", "64,100,65", "--max_steps", "2", "--output_dir", tmp_path]
     code, out, err = run(*flags, "--max_failures", "1")
     assert code == 1 and len(launched) == 2 and "1 point of 3 failed: tokens_per_step=100: exit code 2:" in err
     code, out, err = run(*flags)
-    assert code == 1 and len(launched) == 4 and "2 points of 3 failed" in err.splitlines()[-1]
-    assert re.search(r"tokens_per_step=64 +\d.* finished", out) and re.search(r"tokens_per_step=100 +- .* failed", out)
+    assert code == 1 and len(launched) == 4
+    assert "2 points of 3 failed" in err.splitlines()[-1] and err.endswith("; and 1 more, see above\n")
+    assert re.search(r"64 +\d.* finished", out) and re.search(r"100 +- .* failed", out)
+    assert "tokens_per_step=100: 1 run failed: exit code 2: " in out
     stored = json.loads((tmp_path / "tokens_per_step=100" / sweep.RECORD).read_text())
     assert stored["exit_code"] == 2 and "tokens_per_step=100 is not a multiple" in stored["error"]
 
@@ -282,6 +305,51 @@ def test_losses_that_cannot_be_compared_give_no_best_point(tmp_path, monkeypatch
     assert summarize_sweep([one, two, running])["best"]["settings"] == {"n": 1}
 
 
+def test_values_are_short_and_differ():
+    assert [*shorten([1e-3, None, True, "muon"]).values()] == ["0.001", "null", "true", "muon"]
+    models = [{"n_head": 1, "n_layer": 2}, {"n_head": 1, "n_layer": 3, "n_embd": 32}, "gpt2-40m"]
+    assert [*shorten(models).values()] == ["{n_layer:2}", "{n_layer:3, n_embd:32}", "gpt2-40m"]
+    folder = "/a/very/long/path/to/some/texts"
+    paths = [f"{folder}/{name}/train.txt" for name in ("a", "b", "a/b", "0.71", "0.72")]
+    assert [*shorten(paths).values()] == [f"...{name}..." for name in ("a", "b", "a/b", "0.71", "0.72")]
+    odd = [{"a": 1}, {"a": "1"}, "x" * 99 + "a" + "x" * 99, "x" * 99 + "b" + "x" * 99, [[0, 1]], [[0, 1], [2, 3]]]
+    assert len({*shorten(odd).values()}) == len(odd)
+
+
+def test_the_table_fits_the_terminal_and_csv_has_all(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "tests" / "comparing"))
+    models = [{"n_layer": 2, "n_head": 2, "n_embd": width, "n_positions": 128} for width in (32, 64, 96)]
+    rate, path = "embedding_learning_rate", "a/long/path/" * 9
+    points = [
+        past(tmp_path, f"p{n}-{seed}", {"model": model, rate: 0.1, "tokenizer": f"{path}{n}", "seed": seed},
+             model=model, scale=1 - n / 10, seed=seed, config={"weight_decay": 0.1 * (n == 2)})
+        for n, model in enumerate(models) for seed in (1, 2)
+    ]  # fmt: skip
+    result = summarize_sweep(points)
+    for width in (80, 120):
+        text = as_text(result, width)
+        assert max(map(len, text.splitlines())) <= width
+        rows = {line.split()[0]: line for line in text.splitlines() if line.startswith("{n_embd:")}
+        assert rows.keys() == {"{n_embd:32}", "{n_embd:64}", "{n_embd:96}"}  # each on one line
+        assert ("tokens/s" in text.split("best:")[0], "left out" in text) == (width > 80, width == 80)
+    assert any("weight_decay (0.0, 0.1)" in note for note in result["notes"])
+    write_sweep(tmp_path, points, result)
+    table = pd.read_csv(tmp_path / "sweep.csv")
+    assert [json.loads(model) for model in table["model"]] == [point.values["model"] for point in points]
+    assert table["loss"].tolist() == [point["loss"] for point in result["points"]]
+
+
+def test_a_seed_that_failed_leaves_no_mean_of_the_others(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "tests" / "comparing"))
+    good = past(tmp_path, "a", {"seed": 1})
+    failed = SweptRun("b", {"seed": 2}, tmp_path / "b", "exit code 1: loss or gradient was not finite")
+    (group,) = summarize_sweep([good, failed])["groups"]
+    assert group["value"] is None
+    assert group["why_not"] == "1 run failed: exit code 1: loss or gradient was not finite"
+    (group,) = summarize_sweep([past(tmp_path, "c", {"seed": 1}, eval_every=200)])["groups"]
+    assert group["noise"] is None and "too few evaluations" in group["why_no_noise"]
+
+
 def sizes(noise=0.0, count=5, tokens=1e6, seeds=1):
     random = np.random.default_rng(3)
     found = []
@@ -306,6 +374,22 @@ def test_the_law_over_sizes_is_found_within_its_band():
     points = [{**point, "loss": 30 * point["flops"] ** -0.05} for point in sizes()]
     law = fit_scaling(points)["compute"]
     assert [law["a"], law["b"]] == pytest.approx([30, 0.05])
+
+
+def test_the_plot_of_a_law_has_its_line_and_names_it():
+    points = [{**point, "noise": 0.01} for point in sizes(noise=0.005, seeds=3)]
+    law = fit_scaling(points)
+    result = {"groups": [{"settings": {}, "value": 1.0}], "metric": "eval_loss", "scaling": law}
+    by_parameters, by_compute = build_sweep_plots(result)
+    for plot, of, name in (by_parameters, law["parameters"], "alpha"), (by_compute, law["compute"], "b"):
+        dots, line, low, high = plot.curves
+        where = [of[name], *of["bands"][name]]
+        assert "{} = {:.3g} ({:.3g} to {:.3g})".format(name, *where) in line.name
+        assert (low.trend < line.trend).all() and (line.trend < high.trend).all()
+        assert dots.trend.tolist() == [point["loss"] for point in points] and dots.records.empty
+        fitted = np.interp(dots.trend.index, line.trend.index, line.trend)
+        assert np.allclose(fitted, of["points"]["fitted"], rtol=2e-3)
+    assert by_parameters.describe_place(6.0) == "1M parameters without positions"
 
 
 def test_a_law_that_cannot_be_right_is_null_with_a_reason():
