@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 RECORD, LOG = "sweep.json", "sweep.log"  # in the folder of each point
 NOT_SET = "not set"
+NARROWEST = 60  # table, in characters
 WAIT_SECONDS = 0.2
 CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True}
 
@@ -75,11 +76,13 @@ def sweep(
         raise UserError(f"output_dir={output_dir}: holds no run of this grid; leave out --table_only")
     result = summarize_sweep(swept)
     written = write_sweep(output_dir, swept, result)
-    print(as_json(result) if is_json else as_text(result, shutil.get_terminal_size((WIDTH, 24)).columns))
+    width = max(shutil.get_terminal_size((WIDTH, 24)).columns, NARROWEST)
+    print(as_json(result) if is_json else as_text(result, width))
     print(f"written: {', '.join(written)}", file=sys.stderr)
     if failed:
         more = f"; and {len(failed) - 1} more, see above" if len(failed) > 1 else ""
-        raise RunError(f"{counted(len(failed), 'point')} of {len(points)} failed: {failed[0]}{more}")
+        which = f"{counted(len(failed), 'point')} of {len(points)} failed: {failed[0]}{more}"
+        raise RunError(f"{which}; the same command tries them again")
 
 
 def _start_command(recipe: Path, config_file: Path | None) -> list[str]:
@@ -105,6 +108,8 @@ def _check(output_dir: Path, points: list[Point], records: dict[str, dict[str, A
     for point in points:
         folder, wanted = output_dir / point.name, records[point.name]
         found = _stored(folder)
+        if os.path.lexists(folder):
+            RunFolder(folder).check_writable()
         if not RunFolder(folder).holds_run():  # it failed before its first step, or did not start
             continue
         differ = [key for key in ("recipe", "recipe_sha256") if found.get(key) != wanted[key]][:1]
@@ -173,6 +178,7 @@ def _run_all(
         folder.mkdir(parents=True, exist_ok=True)
         write_json(folder / RECORD, records[point.name])
         print(f"{where}: its output is in {folder / LOG}", file=sys.stderr, flush=True)
+        earlier = (folder / LOG).stat().st_size if (folder / LOG).exists() else 0
         flags = [f"--output_dir={folder}", "--resume_from_checkpoint=latest"]
         with StopSignals() as signals:
             code = launch([*start, *point.flags, *flags], folder / LOG, signals)
@@ -184,7 +190,8 @@ def _run_all(
                 stopped.exit_code,
             )
         if code:
-            error = f"exit code {code}: {_last_line(folder / LOG)}"
+            how = f"exit code {code}: " if code > 0 else f"killed by signal {-code}; its last line: "
+            error = f"{how}{_last_line(folder / LOG, earlier)}"
             if "another run is using" in error and _read(output_dir, point).has_ended:  # of another sweep
                 print(f"{where}: finished by another sweep", file=sys.stderr)
                 continue
@@ -228,8 +235,9 @@ def _wait_until_free(folder: Path) -> None:
             return
 
 
-def _last_line(log: Path) -> str:
-    lines = log.read_bytes()[-100_000:].decode(errors="replace").split("\n")
+def _last_line(log: Path, start: int) -> str:
+    """Return the last error in a log, or else its last line; `start`: where the newest output begins."""
+    lines = log.read_bytes()[start:][-100_000:].decode(errors="replace").split("\n")
     lines = [line.strip() for line in lines if line.strip()]
     errors = [line for line in lines if line.startswith("error: ")]  # a launcher's own lines may follow
     return shown((errors or lines or ["no output"])[-1].removeprefix("error: "))

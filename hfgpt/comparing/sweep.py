@@ -130,7 +130,7 @@ def _differ_unswept(points: Sequence[SweptRun]) -> list[str]:
     """Return what differs but was not swept, because a file that the recipe reads has changed, or the code."""
     found: dict[str, list[Any]] = {}
     for facts in (RunFolder(point.folder).facts() for point in points if point.run):
-        for key, value in {**facts, **facts.get("versions", {}), **facts.get("config", {})}.items():
+        for key, value in {**facts, **(facts.get("versions") or {}), **(facts.get("config") or {})}.items():
             found.setdefault(key, []).append(value)
     compared = {*PretrainConfig.__dataclass_fields__, "git_revision", "device", "hfgpt", "torch"}
     compared -= {"output_dir", *(key for point in points for key in point.values)}

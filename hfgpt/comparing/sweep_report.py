@@ -62,12 +62,8 @@ def as_text(result: dict[str, Any], width: int = WIDTH) -> str:
     # Plain text: names and settings must not be read as markup.
     console = Console(file=screen, width=width, color_system=None, markup=False, emoji=False, highlight=False)
     settings, measured = _columns(result)
-    left_out, endless = [], console.options.update_width(10**6)
-    for name in _LEFT_OUT_FIRST:
-        if Measurement.get(console, endless, _grid(settings, measured)).minimum <= width:
-            break
-        left_out += [name] if measured.pop(name, None) else []
-    console.print(_grid(settings, measured))
+    left_out = _left_out(console, settings, measured)
+    console.print(_grid(settings, measured, left_out))
     lines = [f"{describe_settings(group)}: {why}" for group in result["groups"] if (why := group["why_not"])]
     lines += [result["verdict"], *law_lines(result), *_notes(result)]
     lines += [f"left out, as they do not fit: {', '.join(left_out)}; --json shows them"] if left_out else []
@@ -95,19 +91,32 @@ def _columns(result: dict[str, Any]) -> tuple[dict[str, list[str]], dict[str, li
     return settings or {"point": [describe_settings(group) for group in groups]}, measured
 
 
+def _left_out(console: Console, settings: dict[str, list[str]], measured: dict[str, list[str]]) -> list[str]:
+    """Return the columns to leave out, so that no setting is broken over lines, or else no word of one."""
+    could_be = [name for name in _LEFT_OUT_FIRST if name in measured]
+    choices = [could_be[:number] for number in range(len(could_be) + 1)]
+    endless = console.options.update_width(10**6)
+    sizes = [Measurement.get(console, endless, _grid(settings, measured, left_out)) for left_out in choices]
+    for widths in [size.maximum for size in sizes], [size.minimum for size in sizes]:
+        if fitting := [left_out for left_out, width in zip(choices, widths, strict=True) if width <= console.width]:
+            return fitting[0]
+    return could_be
+
+
 def _has_diverged(group: dict[str, Any]) -> bool:
     return group["why_not"] is not None and "failed" not in group["states"]
 
 
-def _grid(settings: dict[str, list[str]], measured: dict[str, list[str]]) -> Table:
+def _grid(settings: dict[str, list[str]], measured: dict[str, list[str]], left_out: Sequence[str]) -> Table:
     grid = Table(box=None, pad_edge=False)
     for key in settings:
         lines = textwrap.wrap(key.replace("_", "_ "), 22)
         grid.add_column("\n".join(line.replace("_ ", "_") for line in lines), overflow="fold")
-    for name in measured:
+    shown = {name: cells for name, cells in measured.items() if name not in left_out}
+    for name in shown:
         header = "\n".join(textwrap.wrap(name, 10))
         grid.add_column(header, justify="left" if name == "state" else "right", no_wrap=True)
-    for cells in zip(*settings.values(), *measured.values(), strict=True):
+    for cells in zip(*settings.values(), *shown.values(), strict=True):
         grid.add_row(*cells)
     return grid
 
@@ -153,13 +162,9 @@ def write_sweep(folder: Path, points: Sequence[SweptRun], result: dict[str, Any]
     if runs:
         report = build_report(runs, compare(runs), with_plots=True)
         settings, measured = _columns(result)
-        rows = zip(*({**settings, **measured}.values()), strict=True)
+        cells = {**settings, **measured}
         lines = [
-            ", ".join(
-                f"{n}={cell}" if n in settings else f"{n} {cell}"
-                for n, cell in zip((*settings, *measured), row, strict=True)
-            )
-            for row in rows
+            ", ".join(f"{name} {column[row]}" for name, column in cells.items()) for row in range(len(result["groups"]))
         ]
         report.verdicts = [("sweep", Finding(result["verdict"], law_lines(result) + _notes(result), lines))]
         report.plots = [*plots, *report.plots]
@@ -201,9 +206,8 @@ def _plot_setting(key: str, groups: list[dict[str, Any]], metric: str) -> Plot |
     if len(values) < 2:
         return None
     sizes = [group["parameters"] for group in texts.values()] if key == "model" else values
-    if all(isinstance(size, int | float) and not isinstance(size, bool) for size in sizes) and len({*sizes}) == len(
-        texts
-    ):
+    are_numbers = all(isinstance(size, int | float) and not isinstance(size, bool) for size in sizes)
+    if are_numbers and len({*sizes}) == len(texts):  # models may differ only in dropout
         place, ticks = _scale(sorted(sizes))
         places = {text: place(size) for text, size in zip(texts, sizes, strict=True)}
         axis = "parameters" if key == "model" else key

@@ -23,7 +23,8 @@ from hfgpt.settings.layers import FileLayer, merge_layers, read_flags
 WITH_COMMAS = ("report_to", "reserved_tokens", "hub_language", "sample_prompt", "run_name")
 MOST_POINTS = 1000
 LONGEST_NAME = 80  # of a folder; Windows allows 260 characters for a whole path
-_PARTS = re.compile(r"""[,\[\](){}]|"(?:\\.|[^"\\])*"|'[^']*'""")
+# Brackets, commas and quoted text; a quote after a letter is an apostrophe, as in it's.txt.
+_PARTS = re.compile(r"""[,\[\](){}]|(?<!\w)(?:"(?:\\.|[^"\\])*"|'[^']*')""")
 
 
 class Point(NamedTuple):

@@ -102,6 +102,7 @@ def test_values_split_at_commas_outside_of_brackets_and_quotes():
     assert split('{"a": 1, "b": [2, 3]},gpt2-125m') == ['{"a": 1, "b": [2, 3]}', "gpt2-125m"]
     assert split("[{dataset: a, weight: 1}]") == ["[{dataset: a, weight: 1}]"]
     assert split("'a,b.txt',c.txt") == ["a,b.txt", "c.txt"]
+    assert split("it's.txt,that's.txt") == ["it's.txt", "that's.txt"]
     assert split('{"a": "},"},2') == ['{"a": "},"}', "2"]
     assert split("1,,2") == ["1", "", "2"]
 
@@ -221,6 +222,9 @@ def test_finished_points_are_found_and_others_refused(swept, recipe, run):
     assert code == 0 and json.loads(out) == found and not launched and err.count("finished before") == 4
     code, out, err = run(recipe, *GRID, "--max_steps", "4", *there)
     assert code == 2 and err.count("\n") == 1 and "was run with other settings (max_steps: not set, now 4)" in err
+    (folder / "tokens_per_step=64").touch()
+    code, _, err = run(recipe, "--tokens_per_step", "64,128", *there)
+    assert code == 2 and "tokens_per_step=64 is not a folder" in err and err.count("\n") == 1
     code, out, err = run(recipe, *GRID, "--min_learning_rate", "none", *there)
     assert code == 2 and "(min_learning_rate: not set, now None)" in err
     (other := recipe.with_name("other.py")).write_text(recipe.read_text() + "\n")
@@ -255,7 +259,7 @@ def test_a_failed_point_is_recorded_and_the_others_run(recipe, run, tmp_path):
     assert code == 1 and len(launched) == 2 and "1 point of 3 failed: tokens_per_step=100: exit code 2:" in err
     code, out, err = run(*flags)
     assert code == 1 and len(launched) == 4
-    assert "2 points of 3 failed" in err.splitlines()[-1] and err.endswith("; and 1 more, see above\n")
+    assert "2 points of 3 failed" in err.splitlines()[-1] and "; and 1 more, see above; the same" in err
     assert re.search(r"64 +\d.* finished", out) and re.search(r"100 +- .* failed", out)
     assert "tokens_per_step=100: 1 run failed: exit code 2: " in out
     stored = json.loads((tmp_path / "tokens_per_step=100" / sweep.RECORD).read_text())
