@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 RECORD, LOG = "sweep.json", "sweep.log"  # in the folder of each point
 NOT_SET = "not set"
+LONGEST_CAUSE = 500  # of a failed point, in characters
 NARROWEST = 60  # table, in characters
 WAIT_SECONDS = 0.2
 CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True}
@@ -240,4 +241,4 @@ def _last_line(log: Path, start: int) -> str:
     lines = log.read_bytes()[start:][-100_000:].decode(errors="replace").split("\n")
     lines = [line.strip() for line in lines if line.strip()]
     errors = [line for line in lines if line.startswith("error: ")]  # a launcher's own lines may follow
-    return shown((errors or lines or ["no output"])[-1].removeprefix("error: "))
+    return (errors or lines or ["no output"])[-1].removeprefix("error: ")[:LONGEST_CAUSE]

@@ -26,7 +26,7 @@ from hfgpt.messages.formats import counted
 REPEAT = "seed"  # points that differ only in this setting are repeats of one measurement
 OF_AVERAGE = "eval_loss_ema"
 METRICS = {"eval_loss": "evaluation loss", "eval_bits_per_byte": "bits per byte", "end_loss": "training loss"}
-TOO_FEW = "too few evaluations for a band; repeat each point with --seed 1,2,3, or evaluate more often"
+TOO_FEW = "too few losses for a band; repeat each point with --seed 1,2,3, or evaluate more often"
 METRICS |= {OF_AVERAGE: "loss of averaged weights"}
 _COLUMNS = ("tokens_per_second", "parameters", "parameters_without_positions", "tokens", "flops", "wall_seconds")
 

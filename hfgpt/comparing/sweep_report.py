@@ -83,7 +83,7 @@ def _columns(result: dict[str, Any]) -> tuple[dict[str, list[str]], dict[str, li
     if any(group["count"] > 1 for group in groups):
         measured |= {"std of seeds": column("std"), "seeds": column("count", "{}")}
     measured["tokens/s"] = column("tokens_per_second", "{:,.0f}")
-    if len({*(sizes := column("parameters", "{:,}"))}) > 1:
+    if len({*(sizes := column("parameters", "{:,}"))} - {UNKNOWN}) > 1:
         measured["parameters"] = sizes
     states = ["diverged" if _has_diverged(group) else ", ".join(group["states"]) for group in groups]
     if {*states} != {"finished"}:

@@ -261,7 +261,7 @@ def test_a_failed_point_is_recorded_and_the_others_run(recipe, run, tmp_path):
     assert code == 1 and len(launched) == 4
     assert "2 points of 3 failed" in err.splitlines()[-1] and "; and 1 more, see above; the same" in err
     assert re.search(r"64 +\d.* finished", out) and re.search(r"100 +- .* failed", out)
-    assert "tokens_per_step=100: 1 run failed: exit code 2: " in out
+    assert "tokens_per_step=100: 1 run failed: exit code 2: " in out and "parameters" not in out
     stored = json.loads((tmp_path / "tokens_per_step=100" / sweep.RECORD).read_text())
     assert stored["exit_code"] == 2 and "tokens_per_step=100 is not a multiple" in stored["error"]
 
@@ -351,7 +351,7 @@ def test_a_seed_that_failed_leaves_no_mean_of_the_others(tmp_path, monkeypatch):
     assert group["value"] is None
     assert group["why_not"] == "1 run failed: exit code 1: loss or gradient was not finite"
     (group,) = summarize_sweep([past(tmp_path, "c", {"seed": 1}, eval_every=200)])["groups"]
-    assert group["noise"] is None and "too few evaluations" in group["why_no_noise"]
+    assert group["noise"] is None and "too few losses" in group["why_no_noise"]
 
 
 def sizes(noise=0.0, count=5, tokens=1e6, seeds=1):
