@@ -13,7 +13,7 @@ from typer import Argument, Option
 from hfgpt.checkpointing import lock
 from hfgpt.cli.options import AsJson, DatasetName, DatasetRevision, DatasetSplit, TextColumn, path, path_or_id, whole
 from hfgpt.cli.output import as_json, as_lines, silence_transformers
-from hfgpt.errors import UserError
+from hfgpt.errors import RunError, UserError
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,10 @@ def tokenize(
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Keep a second `hfgpt tokenize` out of the folder. Raises UserError if there is one, or no folder can be made."""
+    """Keep a second `hfgpt tokenize` out of the folder. Raises UserError if there is one, or no folder can be made.
+
+    What the system refuses to write, as on a full disk, becomes a RunError in one line.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         file = open(folder / LOCK, "ab+")  # noqa: SIM115 closed below
@@ -71,6 +74,9 @@ def _locked(folder: Path) -> Iterator[None]:
             logger.warning("%s cannot be locked: do not start a second hfgpt tokenize for it", folder)
         try:
             yield
+        except OSError as error:
+            fix = "make room, or the folder writable, and run it again, which continues"
+            raise RunError(f"folder={folder}: cannot be written ({error.strerror or error}); {fix}") from error
         finally:
             (folder / LOCK).unlink()
             if not any(folder.iterdir()):  # nothing could be written

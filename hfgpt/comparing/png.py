@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 from typing import Any
 
 from hfgpt.comparing.plots import Curve, Plot
@@ -16,13 +17,12 @@ _DASHES, _MARKERS = ("-", (0, (4, 2)), (0, (1, 1.5)), (0, (6, 2, 1, 2))), "osD^v
 def draw(plot: Plot, dpi: int = 120) -> bytes:
     """Return a plot as PNG, 8 x 4.5 inches, with 64 colors to keep the file small."""
     try:
-        from matplotlib.figure import Figure  # takes a second to import; used like this, it needs no display
-        from PIL import Image
+        from PIL import Image  # optional
+
+        figure = new_figure()
     except ImportError as error:
         fix = "pip install matplotlib pillow, or write a .html, which needs neither"
         raise UserError(f"PNG plots cannot be drawn ({error}); {fix}") from None
-
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
     for curve in plot.curves:
         _draw_curve(axes, curve, alone=len(plot.curves) == 1)
@@ -41,6 +41,21 @@ def draw(plot: Plot, dpi: int = 120) -> bytes:
     image = Image.open(drawn).convert("RGB")
     image.quantize(64, dither=Image.Dither.NONE).save(png, "PNG", optimize=True)
     return png.getvalue()
+
+
+def new_figure() -> Any:
+    """Return an empty figure of matplotlib, 8 x 4.5 inches, which needs no display.
+
+    matplotlib refuses to be imported with an MPLBACKEND that it does not have, such as the one that notebooks give to
+    the commands that they start. This kind of figure uses none.
+    """
+    backend = os.environ.pop("MPLBACKEND", None)
+    try:
+        from matplotlib.figure import Figure  # takes a second to import
+    finally:
+        if backend is not None:
+            os.environ["MPLBACKEND"] = backend
+    return Figure(figsize=(8, 4.5), layout="constrained")
 
 
 def _draw_curve(axes: Any, curve: Curve, alone: bool) -> None:

@@ -24,12 +24,16 @@ def open_file(file: str, uncompressed: bool = True, read_ahead: bool = False) ->
 
     Each read of a remote file is one request, unless it is read ahead; a compressed file always is.
     """
-    filesystem, path = url_to_fs(file)
     suffix = compression(file) if uncompressed else None
+    if "://" not in file:  # a local name may hold what fsspec takes for a list of names (::)
+        with open(file, "rb") as raw:
+            yield open_compressed(suffix, raw) if suffix else raw
+        return
+    filesystem, path = url_to_fs(file)
     # Decoders and readers of archives read a few kilobytes at a time.
     ahead = {"block_size": READ_AHEAD_BYTES, "cache_type": "readahead"}
-    with filesystem.open(path, "rb", **(ahead if suffix or read_ahead else {"cache_type": "none"})) as raw:
-        handle = _CompleteReads(raw) if "://" in file else raw
+    with filesystem.open(path, "rb", **(ahead if suffix or read_ahead else {"cache_type": "none"})) as remote:
+        handle = _CompleteReads(remote)
         yield open_compressed(suffix, handle) if suffix else handle
 
 

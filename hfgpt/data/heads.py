@@ -20,6 +20,8 @@ HEAD_BYTES = 2**16
 LARGEST_ERROR_PAGE_BYTES = 2**20
 # How much of a compressed file is read to estimate how much it unpacks to; bzip2 needs more than HEAD_BYTES.
 PACKED_HEAD_BYTES = 2**20
+# A gzip file that seems to unpack to so much more than it states has several members, or more than 4 GiB.
+UNSTATED_BYTES = 512 * 2**20
 _NPY = b"\x93NUMPY"
 # First bytes of files that are not supported, or need another name: what the file is, and the fix.
 _BEGINNINGS = {
@@ -51,7 +53,7 @@ _ENDS = {first: first for first in (b"PAR1", b"PARE", b"ARROW1", b"FEA1")} | {b"
 class FileHead(NamedTuple):
     """The first bytes of a file's content, decompressed: all of it if `is_whole`.
 
-    Also its size as stored and decompressed: modulo 2^32 for a large gzip file, estimated for other compressed ones.
+    Also its size as stored and decompressed: of a large compressed file as it states it, or else an estimate.
     """
 
     data: bytes
@@ -71,8 +73,10 @@ def read_head(file: str) -> FileHead:
         if packed == GZIP:
             handle.seek(max(0, size - 4))
             text_bytes = int.from_bytes(handle.read(4), "little")  # modulo 2^32, and only of the last member
-        elif packed:
-            text_bytes = size * len(data) // max(len(raw), 1)
+        if packed:
+            estimate = size * len(data) // max(len(raw), 1)
+            if packed != GZIP or estimate > text_bytes + UNSTATED_BYTES:
+                text_bytes = estimate
     if packed and (text_bytes != size and size <= IN_MEMORY_BYTES if packed == GZIP else size == len(raw)):
         with open_file(file) as handle:
             text_bytes = handle.seek(0, os.SEEK_END)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import fnmatch
 import glob
 import os
 import re
@@ -17,6 +18,7 @@ from hfgpt.errors import UserError
 # Written by `datasets` to describe the files next to them.
 LEFT_OUT = {"dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json"}
 MAX_NAMED = 3
+OWN_FILES = ("metrics.jsonl", "config.json", "tokens_train_000001.bin")  # as runs and `hfgpt tokenize` write them
 
 
 def local_files(dataset: str) -> tuple[list[str], list[str]] | None:
@@ -39,6 +41,15 @@ def local_files(dataset: str) -> tuple[list[str], list[str]] | None:
     if re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", dataset) and file_kind(dataset) is None:
         return None
     raise no_such_file(dataset)
+
+
+def refuse_inside(what: str, folder: str | Path, dataset: str) -> None:
+    """Raise UserError if `folder`, called `what`, is where its own files would become part of this local text."""
+    base, recursive, rest = os.path.expanduser(dataset).partition("**")
+    if recursive and not any(fnmatch.fnmatch(name, os.path.basename(rest) or "*") for name in OWN_FILES):
+        return
+    if os.path.isdir(base) and Path(folder).resolve().is_relative_to(Path(base).resolve()):
+        raise UserError(f"{what}: is inside dataset={dataset}, all of whose files are text; give another folder")
 
 
 def no_such_file(dataset: str) -> UserError:

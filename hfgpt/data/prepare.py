@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,6 +19,7 @@ from hfgpt.data.document_stream import DocumentStream
 from hfgpt.data.encoding import Document, Encoder, describe_skipped, first_documents, first_tokens
 from hfgpt.data.eval_source import source_options
 from hfgpt.data.held_out import HeldOut, hold_out
+from hfgpt.data.local_files import refuse_inside
 from hfgpt.data.memory_blocks import MemoryBlocks
 from hfgpt.data.mixture import MixedStream
 from hfgpt.data.open_source import Earlier, open_source
@@ -29,6 +28,7 @@ from hfgpt.data.run_tokenizer import RunTokenizer
 from hfgpt.data.source import Source, read_documents, read_shuffled, text_hash
 from hfgpt.data.units import IN_MEMORY_BYTES, Row
 from hfgpt.data.unusable import no_documents, note_on_text, note_unusable
+from hfgpt.distributed.cpu import available_cores
 from hfgpt.errors import UserError
 from hfgpt.messages.formats import counted
 from hfgpt.messages.slow_progress import SlowWork
@@ -176,11 +176,7 @@ def prepare_data(
 
 def open_training_source(config: PretrainConfig, saved: dict[str, Any] | None) -> Source:
     assert isinstance(config.dataset, str)  # noqa: S101 the settings of one text
-    dataset = Path(config.dataset)
-    if dataset.is_dir() and Path(config.output_dir).resolve().is_relative_to(dataset.resolve()):
-        raise UserError(
-            f"output_dir={config.output_dir}: is inside dataset={config.dataset}, all of whose files are training text"
-        )
+    refuse_inside(f"output_dir={config.output_dir}", config.output_dir, config.dataset)
     hub = config.dataset_name, config.dataset_split, config.dataset_revision
     return open_source(config.dataset, *hub, **source_options(config), as_earlier=Earlier.of(saved))
 
@@ -285,7 +281,7 @@ def encode_validation(
 def _encode(encoder: Encoder, texts: list[Row]) -> list[Document]:
     groups = [texts[start : start + 64] for start in range(0, len(texts), 64)]
     # Encoding releases the interpreter lock.
-    with ThreadPoolExecutor(os.cpu_count()) as pool, SlowWork("tokenizing", "documents", len(texts)) as work:
+    with ThreadPoolExecutor(available_cores()) as pool, SlowWork("tokenizing", "documents", len(texts)) as work:
         return list(work.count(chain.from_iterable(pool.map(encoder.documents, groups))))
 
 

@@ -20,6 +20,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from hfgpt.data.encoding import Encoder, make_repeatable
+from hfgpt.data.local_files import refuse_inside
 from hfgpt.data.open_source import open_source
 from hfgpt.data.remote import check_hub
 from hfgpt.data.source import Source, read_documents
@@ -28,6 +29,7 @@ from hfgpt.data.token_tokenizer import refuse_trained
 from hfgpt.data.tokenization import load_tokenizer, save_tokenizer
 from hfgpt.data.units import Unit
 from hfgpt.data.unusable import no_documents
+from hfgpt.distributed.cpu import available_cores
 from hfgpt.distributed.launcher import end_with_parent
 from hfgpt.errors import RunError, UserError
 from hfgpt.messages.slow_progress import SlowWork
@@ -73,10 +75,11 @@ def tokenize(
 
     Continues after an interruption, and does nothing if the shards are finished. The order of documents is that of the
     text, so training on the shards sees the documents that streaming the text would give. `workers`: processes;
-    default: one per core.
+    default: one per core that may be used.
 
     Raises UserError if the folder holds something else, or shards of another text or tokenizer.
     """
+    refuse_inside(f"folder={folder}", folder, source["dataset"])
     refuse_trained(tokenizer_name, "the shards of one text need a tokenizer that exists")
     if not os.path.exists(tokenizer_name):
         check_hub(f"tokenizer={tokenizer_name}", tokenizer_name)
@@ -108,7 +111,7 @@ def tokenize(
     writer = _ShardWriter(folder, facts, progress, (magic, version, np.dtype(dtype)))
     with SlowWork("tokenizing", "files" if opened.by_file else "units", len(opened.units)) as work:
         parts = _parts(opened, progress.files, progress.units)
-        for tokens, files, units in _tokens_of_parts(opened, encoder, parts, workers or os.cpu_count() or 1):
+        for tokens, files, units in _tokens_of_parts(opened, encoder, parts, workers or available_cores()):
             writer.add(tokens, files, units)
             work.done = files + (0 if opened.by_file else units)
     return writer.finish()

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from hfgpt.comparing.png import new_figure
 from hfgpt.config import PretrainConfig
 from hfgpt.distributed.compiler import choose_compile
 from hfgpt.distributed.device import default_device, device_name, start_accelerator
@@ -76,11 +77,9 @@ class Measurement:
 
     def plot(self, path: Path) -> None:
         """Draw tokens per second and memory by micro-batch, as a PNG. Raises UserError if it cannot be written."""
-        from matplotlib.figure import Figure  # takes a second to import
-
         fitting = [row for row in self.rows if row.tokens_per_second]
         labels = [row.label for row in fitting]
-        figure = Figure(figsize=(8, 4.5), layout="constrained")
+        figure = new_figure()
         speed, memory = figure.subplots(1, 2)
         speed.bar(labels, [row.tokens_per_second for row in fitting])
         speed.set_ylabel("tokens per second")

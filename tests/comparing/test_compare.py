@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
+import subprocess
 import sys
 
 import numpy as np
@@ -974,6 +976,13 @@ def test_without_matplotlib_png_is_one_line_and_nothing_is_written(monkeypatch, 
         assert (code, out) == (2, "") and err.count("\n") == 1 and "pip install matplotlib" in err
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
     assert command(monkeypatch, capsys, a, "--output", tmp_path / "x.html")[0] == 0
+
+
+def test_png_is_drawn_in_a_shell_of_a_notebook_with_a_backend_that_is_not_here():
+    code = "import os; from hfgpt.comparing.png import new_figure; new_figure(); print(os.environ['MPLBACKEND'])"
+    backend = "module://matplotlib_inline.backend_inline.not_here"
+    environment = {**os.environ, "MPLBACKEND": backend}
+    assert subprocess.check_output([sys.executable, "-c", code], env=environment, text=True).strip() == backend
 
 
 def write_markdown(path, *folders):

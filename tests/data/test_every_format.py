@@ -70,7 +70,8 @@ def tar_of(suffix: str, long_names: bool = False, written: str = "") -> bytes:
         fileobj=out, mode="w", format=tarfile.PAX_FORMAT if long_names else tarfile.GNU_FORMAT
     ) as archive:
         for number, text in enumerate(TEXTS):
-            data = (text if suffix == ".txt" else json.dumps({"text": text})).encode()
+            encoding = "utf-8-sig" if number % 9 else "utf-8"
+            data = (text if suffix == ".txt" else json.dumps({"text": text})).encode(encoding)
             for name, content in ((f"{number:05}{written or suffix}", data), (f"{number:05}.cls", b"7")):
                 member = tarfile.TarInfo("folder/" * (30 if long_names else 1) + name)
                 member.size = len(content)
@@ -210,6 +211,8 @@ BROKEN = {
     "two.json": (f"{ARRAY}\n{ARRAY}".encode(), "its JSON array ends before byte"),
     "after_empty.json": (b"[] garbage", "its JSON array ends before byte 3"),
     "members.tar": (tar_of(".txt", written=".jpg"), "has no .txt or .json members"),
+    "two.tar": (tar_of(".txt") * 2, r"its archive ends at byte .*, but the file does not; unpack it"),
+    "two.tar.gz": (gzip.compress(tar_of(".json")) * 2, "but the file does not; unpack it"),
     "column.arrow": (stream(TABLE.rename_columns(["id", "body"])), "its columns are id, body"),
     "number.arrow": (stream(pa.table({"text": [1, 2]})), "contains int64, not text"),
     "wrong.jsonl.zst": (LINES.encode(), "cannot be read as zstd, because it is not compressed; remove .zst"),
@@ -237,6 +240,9 @@ def test_rows_that_do_not_fit_are_counted(tmp_path):
     (tmp_path / "a.csv").write_bytes(b'id,text\n1,one\n2\n\n3,three,more\n4,"\xff"\n5,"5"" disk"\n6,6" disk\n')
     reasons = {"no_text_column": 1, "malformed": 1, "invalid_utf8": 1}
     assert read(open_source(str(tmp_path))) == (["one", '5" disk', '6" disk'], reasons)
+    # Quotes escaped by a backslash, and a column that is not quoted: neither is the text that a reader of CSV gets.
+    (tmp_path / "a.csv").write_bytes(b'id,text\n1,"says \\"hi\\" there"\n2,"two"\n3,"open\n4,three "end"\n5,five\n')
+    assert read(open_source(str(tmp_path))) == (["two", "five"], {"malformed": 2})
     (tmp_path / "a.csv").write_bytes(b"text,\none, two\nthree, four; five\nsix")  # an empty name at the end
     assert read(open_source(str(tmp_path))) == (["one", "three", "six"], {})
     (tmp_path / "a.csv").write_bytes(b"text\none, two\nthree, four\nsix")  # not separated by commas
@@ -264,6 +270,17 @@ def test_the_head_of_a_large_compressed_file_is_all_that_opening_reads(tmp_path,
         path.write_bytes(PACK[suffix](text))
         units, size = inspect_file(str(path), "text")
         assert size == path.stat().st_size and 0.5 < sum(unit.size_bytes for unit in units) / len(text) < 2, suffix
+
+
+def test_a_large_gzip_file_of_several_members_is_read_in_parts(tmp_path, monkeypatch):
+    monkeypatch.setattr("hfgpt.data.heads.IN_MEMORY_BYTES", 0)
+    monkeypatch.setattr("hfgpt.data.heads.UNSTATED_BYTES", 10**4)
+    monkeypatch.setattr(spans, "GZIP_SPAN_BYTES", 2000)
+    path = tmp_path / "of::members.jsonl.gz"
+    path.write_bytes(gzip.compress(LINES.encode()) + gzip.compress(b'{"text": "last"}\n'))
+    source = open_source(str(path))
+    assert read(source)[0] == [*GOOD, "last"]
+    assert len(source.units) == pytest.approx(len(LINES) / 2000, rel=1) and len(source.units) > 4
 
 
 def test_whole_rows_of_an_array(tmp_path):

@@ -151,6 +151,11 @@ BAD = {
         {"tokens_dtype": "uint32"},
         "6 bytes are not a whole number of uint32",
     ),
+    "uint32 of 128,256 ids": (
+        {"a.bin": struct.pack("<64I", *(2001 * i % 128_256 for i in range(64)))},
+        {},
+        "every second uint16 of .* is 1 or less, so its tokens are uint32; set it to uint32",
+    ),
     "uint32 as uint16": ({"a.bin": struct.pack("<59I", *GOOD)}, {}, "every second uint16 of .* set it to uint32"),
     "empty": ({"a.bin": b""}, {}, "is empty; finish writing"),
     "not stated": (

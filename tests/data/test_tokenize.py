@@ -18,7 +18,8 @@ from hfgpt.data.encoding import Encoder
 from hfgpt.data.loader import iterate
 from hfgpt.data.open_source import open_source
 from hfgpt.data.tokenization import load_tokenizer, save_tokenizer
-from hfgpt.errors import UserError
+from hfgpt.distributed import cpu
+from hfgpt.errors import RunError, UserError
 
 TEXTS = [f"document {n} says " + "la " * (n * 7 % 20) for n in range(200)]
 
@@ -60,9 +61,12 @@ def test_shards_hold_the_documents_and_name_their_source(tmp_path, tokenizer, te
 
 
 @pytest.mark.slow
-def test_processes_write_what_one_writes(tmp_path, tokenizer, text):
-    for workers in (1, 2):
-        tokenize.tokenize(text, tmp_path / str(workers), tokenizer, shard_tokens=500, workers=workers)
+def test_processes_write_what_one_writes(tmp_path, tokenizer, text, monkeypatch):
+    monkeypatch.setattr(cpu, "_cgroup_values", lambda *names: ["100000 100000"] if names[1] == "cpu.max" else [])
+    monkeypatch.setattr(tokenize.concurrent.futures, "ProcessPoolExecutor", None)
+    tokenize.tokenize(text, tmp_path / "1", tokenizer, shard_tokens=500)  # one core of the container: one process
+    monkeypatch.undo()
+    tokenize.tokenize(text, tmp_path / "2", tokenizer, shard_tokens=500, workers=2)
     assert content(tmp_path / "1") == content(tmp_path / "2")
 
 
@@ -164,8 +168,16 @@ def test_what_does_not_fit_is_refused(tmp_path, tokenizer, text):
         UserError, match=r"tokenizer=.*other: the tokens were made with .*out/tokenizer .highest id 299, not"
     ):
         prepare_data(PretrainConfig(dataset=str(out), tokenizer=str(tmp_path / "other"), max_steps=1), 8)
+    (tmp_path / "used").mkdir()
+    (tmp_path / "used" / "a.txt").write_text("a")
     with pytest.raises(UserError, match="is not empty, and not of an earlier hfgpt tokenize"):
-        tokenize.tokenize(text, tmp_path / "text", tokenizer)
+        tokenize.tokenize(text, tmp_path / "used", tokenizer)
+    for dataset in (tmp_path / "text", tmp_path / "**" / "*", f"{tmp_path}/**/tokens*"):
+        with pytest.raises(UserError, match=r"text/shards: is inside dataset=.*, all of whose files are text"):
+            tokenize.tokenize({"dataset": str(dataset)}, tmp_path / "text" / "shards", tokenizer)
+    assert not (tmp_path / "text" / "shards").exists()
+    plain = {"dataset": str(tmp_path / "**" / "*.txt")}  # among which shards are not
+    assert tokenize.tokenize(plain, tmp_path / "used" / "shards", tokenizer)["documents"] == 1
     with pytest.raises(UserError, match=r"tokenizer=char: .* need a tokenizer that exists"):
         tokenize.tokenize(text, tmp_path / "new", "char")
     with pytest.raises(UserError, match="contains tokens already"):
@@ -193,6 +205,13 @@ def test_the_command_keeps_a_second_one_out_of_its_folder(tmp_path, monkeypatch,
         with pytest.raises(UserError, match="another hfgpt tokenize is writing it"):
             tokenize("texts", folder, "tok")
         assert (folder / LOCK).exists()
+
+    def on_a_full_disk(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("hfgpt.data.tokenize.tokenize", on_a_full_disk)
+    with pytest.raises(RunError, match=r"cannot be written \(No space left on device\); make room"):
+        tokenize("texts", folder, "tok")
     (tmp_path / "file").write_text("x")
     with pytest.raises(UserError, match="choose a writable folder"):
         tokenize("texts", tmp_path / "file", "tok")

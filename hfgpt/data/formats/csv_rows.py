@@ -35,7 +35,7 @@ def find_units(file: str, head: FileHead, text_column: str) -> list[Unit]:
     if units := one_unit(file, head.text_bytes, layout):
         return units
     with open_file(file, read_ahead=True) as handle:
-        return split_at_rows(file, (end for _, end in _read(file, handle, separator)), layout)
+        return split_at_rows(file, (end for _, end, _ in _read(file, handle, separator)), layout)
 
 
 def _find_columns(file: str, head: FileHead, text_column: str) -> tuple[list[str], str]:
@@ -86,22 +86,33 @@ def _first_rows(head: FileHead, separator: str) -> tuple[list[str], Counter[int]
 
 def read_rows(unit: Unit, text_column: str) -> list[Any]:
     separator, (column, columns) = unit.layout[0], map(int, unit.layout[1:].split("/"))
-    rows = (row for row, _ in _read(unit.file, io.BytesIO(read_unit(unit)), separator) if row)
+    rows = ((row, written) for row, _, written in _read(unit.file, io.BytesIO(read_unit(unit)), separator) if row)
     if unit.start == 0:
         next(rows, None)  # the names of the columns
-    return [_pick(row, column, columns) for row in rows]
+    return [_pick(row, column, columns, _has_open_quotes(written, separator)) for row, written in rows]
 
 
-def _pick(row: list[str], column: int, columns: int) -> Any:
-    if len(row) > columns:
+def _has_open_quotes(written: str, separator: str) -> bool:
+    """Return whether text follows the end of quotes: they are escaped in another way, or are no quotes of CSV."""
+    if '"' not in written:
+        return False
+    try:
+        list(csv.reader(io.StringIO(written, newline=""), delimiter=separator, strict=True))
+    except csv.Error:
+        return True
+    return False
+
+
+def _pick(row: list[str], column: int, columns: int, is_misread: bool) -> Any:
+    if len(row) > columns or is_misread:
         return Unusable("malformed")
     if len(row) <= column:
         return Unusable("no_text_column")
     return row[column].encode("utf-8", "surrogateescape")  # the bytes of the file, which need not be UTF-8
 
 
-def _read(file: str, handle: Any, separator: str) -> Iterator[tuple[list[str], int]]:
-    """Yield each row, and the byte at which it ends. An empty line is an empty row."""
+def _read(file: str, handle: Any, separator: str) -> Iterator[tuple[list[str], int, str]]:
+    """Yield each row, the byte at which it ends, and how it is written. An empty line is an empty row."""
     csv.field_size_limit(LONGEST_FIELD_CHARACTERS)
     lines: list[str] = []
     end, last = 0, ""
@@ -122,7 +133,7 @@ def _read(file: str, handle: Any, separator: str) -> Iterator[tuple[list[str], i
         for row in csv.reader(of_row(), delimiter=separator):
             last = "".join(lines)
             lines[:] = []
-            yield row, end
+            yield row, end, last
         if '"' in last:
             _refuse_open_quote(file, last, separator)
     except csv.Error as error:

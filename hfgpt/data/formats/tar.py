@@ -5,6 +5,7 @@ An archive has no list of its members, so it is read through when it is opened: 
 
 from __future__ import annotations
 
+import codecs
 import io
 import json
 import tarfile
@@ -14,7 +15,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from hfgpt.data.file_access import open_file
-from hfgpt.data.formats.borders import read_unit, split_at_rows
+from hfgpt.data.formats.borders import pieces, read_unit, split_at_rows
 from hfgpt.data.formats.jsonl import INVALID, pick
 from hfgpt.data.heads import FileHead, no_column
 from hfgpt.data.kinds import BadFile
@@ -50,6 +51,7 @@ def read_rows(unit: Unit, text_column: str) -> list[Any]:
         for member in archive:
             if _suffix(member) == unit.layout and (content := archive.extractfile(member)):
                 data = content.read()
+                data = data.removeprefix(codecs.BOM_UTF8)
                 rows.append(data if unit.layout == TEXT else _read_json(data, text_column))
     return rows
 
@@ -82,3 +84,6 @@ def _members(file: str, handle: Any) -> Iterator[tuple[tarfile.TarInfo, int]]:
     handle.seek(archive.offset)
     if handle.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
         raise EOFError(f"no end of the archive at byte {archive.offset:,}")
+    if any(map(any, pieces(handle))):
+        what = f"its archive ends at byte {archive.offset:,}, but the file does not"
+        raise BadFile(f"dataset: {file}: {what}; unpack it with tar --ignore-zeros, and pack all members at once")

@@ -195,11 +195,14 @@ def _headerless(file: str, head: Head, stated: str | None) -> TokenFile:
 
 
 def _check_width(file: str, data: bytes, stated: str | None, dtype: str) -> None:
-    """Raise BadFile for uint32 tokens that are read as uint16: every other one is 0."""
+    """Raise BadFile for uint32 tokens that are read as uint16: every second one is 0, or small for ids above 65,535."""
     ids = np.frombuffer(data[: len(data) // 4 * 4], "<u2")
-    if np.dtype(dtype).itemsize == 2 and len(ids) >= 64 and not ids[1::2].any() and ids[::2].any():
-        given = f"tokens_dtype={stated}" if stated else "tokens_dtype"
-        raise BadFile(f"{given}: every second uint16 of {file} is 0, so its tokens are uint32; set it to uint32")
+    if np.dtype(dtype).itemsize != 2 or len(ids) < 64:
+        return
+    largest, upper = int(ids[::2].max()), int(ids[1::2].max())
+    if 0 == upper < largest or (upper < 8 and largest > 255):
+        given, value = f"tokens_dtype={stated}" if stated else "tokens_dtype", f"{upper} or less" if upper else "0"
+        raise BadFile(f"{given}: every second uint16 of {file} is {value}, so its tokens are uint32; set it to uint32")
 
 
 def _datatrove(file: str, head: Head, stated: str | None, exists: Callable[[str], bool]) -> TokenFile:
