@@ -12,6 +12,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 WINDOWS = os.name == "nt"
+# What a tokenizer may consist of, as `save_pretrained` of transformers 4 and 5 writes it.
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"),
+    *("merges.txt", "chat_template.jinja", "additional_chat_templates/*.jinja"),
+)
 INVALID_NAME = 123  # Windows' code for a name that no file can have, such as a glob
 # Windows neither renames nor replaces a file that is open elsewhere. Virus scanners and indexers close it soon.
 OPEN_ELSEWHERE_SECONDS = 2.0 if WINDOWS else 0.0

@@ -16,6 +16,7 @@ import pyarrow as pa
 from hfgpt.data.kinds import file_kind
 from hfgpt.data.token_names import splits_of_repository
 from hfgpt.errors import RunError, UserError, message
+from hfgpt.files import TOKENIZER_FILES
 from hfgpt.links import follow
 from hfgpt.retry import error_names, is_temporary, retry
 
@@ -238,8 +239,8 @@ def model_files(name: str, setting: str = "init_from=") -> Path:
     if name.count("/") > 1 or name.startswith((".", "/", "~")) or set(name) & {"\\", ":"}:
         raise UserError(f"{setting}{name}: no such file or folder")
     repository, _, revision = name.partition("@")
-    configuration = ("config.json", "generation_config.json", "tokenizer*.json", "vocab.json", "merges.txt")
-    patterns = [*configuration, "model*.safetensors", "model.safetensors.index.json"]
+    patterns = ["config.json", "generation_config.json", *TOKENIZER_FILES]
+    patterns += ["model*.safetensors", "model.safetensors.index.json"]
     check_hub(f"{setting}{name}", repository)
     try:
         with quiet_hub():

@@ -20,6 +20,7 @@ from hfgpt.config import PretrainConfig
 from hfgpt.data.remote import quiet_hub
 from hfgpt.errors import RunError, UserError, one_line
 from hfgpt.evaluation.results import read_evaluations
+from hfgpt.files import TOKENIZER_FILES
 from hfgpt.hub.client import cause_of, check_access, commit_files, full_name, retry_hub
 from hfgpt.hub.model_card import PLOT, address_card, model_card, plot_losses, public_records, split_languages
 from hfgpt.hub.resume_point import point_files, resume_folder
@@ -32,10 +33,7 @@ from hfgpt.retry import is_temporary
 logger = logging.getLogger(__name__)
 
 # The only files ever uploaded from a folder; the card, loss curve and records are generated for the upload.
-UPLOADED = (
-    *("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"),
-    *("special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt"),
-)
+UPLOADED = ("config.json", "generation_config.json", "model.safetensors", *TOKENIZER_FILES)
 CARD, RECORDS = "README.md", "metrics.jsonl"
 WEIGHTS = (".bin", ".safetensors", ".index.json", ".pt", ".h5", ".msgpack", ".gguf")
 
@@ -156,9 +154,10 @@ def _upload(
     return str(commit.commit_url)
 
 
-def model_files(folder: Path, listed: Container[str]) -> dict[str, Path | bytes]:
-    """Return the model's files in a folder that are `listed`, by name."""
-    return {name: folder / name for name in UPLOADED if name in listed and (folder / name).is_file()}
+def model_files(folder: Path, listed: Container[str] | None) -> dict[str, Path | bytes]:
+    """Return the model's files in a folder that are `listed` (None: all), by name."""
+    found = {path.relative_to(folder).as_posix(): path for name in UPLOADED for path in sorted(folder.glob(name))}
+    return {name: path for name, path in found.items() if path.is_file() and (listed is None or name in listed)}
 
 
 def _files(
@@ -170,7 +169,7 @@ def _files(
     folder without training state keeps its own card.
     """
     manifest = folder / MANIFEST
-    own = json.loads(manifest.read_text(encoding="utf-8"))["files"] if manifest.is_file() else UPLOADED
+    own = json.loads(manifest.read_text(encoding="utf-8"))["files"] if manifest.is_file() else None
     files = model_files(folder, own)
     card = (folder / CARD).read_text(encoding="utf-8") if (folder / CARD).is_file() else ""
     if (folder / STATE).is_dir():

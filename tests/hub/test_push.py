@@ -11,6 +11,7 @@ import os
 import shutil
 import subprocess
 import sys
+from fnmatch import fnmatch
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,9 +24,11 @@ from huggingface_hub.repocard_data import model_index_to_eval_results
 from pushing import TOKEN, client, folder, original, verified  # noqa: F401
 from running import ALONE, ROOT, TINY, TWO, trained
 from tampering import edit, louder, rewrite, sealed
+from transformers import AutoTokenizer
 
 from hfgpt.checkpointing import checkpoint
 from hfgpt.checkpointing.read_training_state import read_state
+from hfgpt.data.remote import model_files as files_of
 from hfgpt.errors import RunError, UserError
 from hfgpt.hub import client as requests_of
 from hfgpt.hub import push as hub
@@ -260,12 +263,26 @@ def test_a_folder_without_training_state_brings_its_own_card(folder, client, ver
     assert b"license: mit" in hub._files(folder, "me/tiny", None, "mit", None)["README.md"]
 
 
-def test_the_card_of_an_export_says_so(folder, client, verified, tmp_path):
+def test_the_card_of_an_export_says_so(folder, client, verified, tmp_path, monkeypatch):
     export(folder, tmp_path / "plain", "bfloat16", untie_head=True)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = {"default": "{{ 1 }}", "tool_use": "{{ 2 }}"}  # as after training on chats
+    tokenizer.save_pretrained(tmp_path / "plain")
+    (tmp_path / "plain" / "manifest.json").unlink()
     with HubServer({}, token=TOKEN) as server:
         client(server)
         hub.push(tmp_path / "plain", "me/tiny")
         card = ModelCard(server.files("models/me/tiny")["README.md"].decode())
+        pushed = server.files("models/me/tiny").keys()
+    templates = {"chat_template.jinja", "additional_chat_templates/tool_use.jinja"}
+    assert pushed == MODEL | templates | {"README.md", ".gitattributes"}
+    wanted: list[str] = []
+    monkeypatch.setattr(
+        "huggingface_hub.snapshot_download", lambda *_, allow_patterns, **__: wanted.extend(allow_patterns) or tmp_path
+    )
+    monkeypatch.setattr("hfgpt.data.remote.check_hub", lambda *_: None)
+    files_of("me/tiny")  # as `--init_from me/tiny` downloads it
+    assert all(any(fnmatch(name, pattern) for pattern in wanted) for name in MODEL | templates)
     rows = 16 * 300  # the head's own matrix
     assert f"{8624 + rows:,} parameters in bfloat16" in card.text and card.data.eval_results is None
     assert "# me/tiny\n" in card.text and 'from_pretrained("me/tiny")' in card.text and "this folder" not in card.text
