@@ -39,7 +39,8 @@ class HeldOut:
 
     `rule` is recorded, so that a resumed run holds out the same text. `origin` is shown in the plan. `split_document`
     is the whole document that the border of the held-out part splits. `skipped`: rows skipped while reading. `size`:
-    about how large the text of a stream is that remains, judging by what was read; see `_size_of`.
+    about how large the text of a stream is that remains, judging by what was read; see `_size_of`. `source`: where
+    the documents are from, if not from the training text.
     """
 
     validation: list[Row]
@@ -50,6 +51,7 @@ class HeldOut:
     split_document: Row | None = None
     skipped: Counter[str] = field(default_factory=Counter)
     size: float | None = None
+    source: Source | None = None
 
     @functools.cached_property
     def hashes(self) -> frozenset[int]:
@@ -89,7 +91,7 @@ def hold_out(
         validation = list(islice(read_documents(eval_source, eval_source.units, skipped), enough))
         rule = f"eval_dataset {eval_source.fingerprint.get('hash', config.eval_dataset)}"
         origin, units = eval_source.description, source.units
-        return HeldOut(validation, rule, origin, units, documents or [], skipped=skipped)
+        return HeldOut(validation, rule, origin, units, documents or [], skipped=skipped, source=eval_source)
     if source.validation:
         return _hold_out_named(source, documents, config.eval_tokens)
     if documents is not None:
@@ -124,7 +126,7 @@ def open_evaluation_text(
     validation = list(islice(read_documents(opened, opened.units, skipped), enough))
     fingerprint = opened.fingerprint
     rule = f"eval_dataset {fingerprint.get('hash') or [fingerprint.get(key) for key in ('dataset', 'split', 'commit')]}"
-    return HeldOut(validation, rule, opened.description, [], [], skipped=skipped)
+    return HeldOut(validation, rule, opened.description, [], [], skipped=skipped, source=opened)
 
 
 def _hold_out_named(source: Source, documents: list[Row] | None, eval_tokens: int | None) -> HeldOut:

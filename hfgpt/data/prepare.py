@@ -25,7 +25,7 @@ from hfgpt.data.mixture import MixedStream
 from hfgpt.data.open_source import Earlier, open_source
 from hfgpt.data.permutation import permutation
 from hfgpt.data.run_tokenizer import RunTokenizer
-from hfgpt.data.source import Source, read_documents, read_shuffled, text_hash
+from hfgpt.data.source import Source, hashes_of_pieces, read_documents, read_shuffled, text_hash
 from hfgpt.data.units import IN_MEMORY_BYTES, Row
 from hfgpt.data.unusable import no_documents, note_on_text, note_unusable
 from hfgpt.distributed.cpu import available_cores
@@ -98,7 +98,13 @@ def exclude_evaluated(texts: Sequence[OpenText], evaluated: Iterable[HeldOut], t
     kinds = {text.source.has_tokens for text in texts}
     copies = {has_tokens: tokenizer.hashes_of_copies(rows, as_tokens=has_tokens) for has_tokens in kinds}
     for text in texts:
-        text.exclude(hashes | copies[text.source.has_tokens])
+        size = text.source.fingerprint.get("text_pieces")  # into which a stream splits txt files
+        pieces = (
+            hashes_of_pieces(one.source, size, sum(map(len, one.validation)))
+            for one in evaluated
+            if size and one.source and not one.source.has_tokens
+        )
+        text.exclude(hashes.union(copies[text.source.has_tokens], *pieces))
 
 
 def open_text(

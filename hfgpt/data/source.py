@@ -69,14 +69,17 @@ class Source:
         assert self.tokens is not None  # noqa: S101
         return dataclasses.replace(self, tokens=self.tokens.check(vocabulary))
 
-    def split_for_stream(self) -> Source:
-        """Return the same text with txt files split into pieces, because a stream needs many documents."""
+    def split_for_stream(self, piece_characters: int | None = None) -> Source:
+        """Return the same text with txt files split into pieces, because a stream needs many documents.
+
+        `piece_characters`: the size of the pieces; by default one that gives enough documents.
+        """
         if isinstance(self.tokens, TokenFiles):
             tokens = self.tokens.in_pieces()
             pieces = {"token_pieces": tokens.piece_tokens} if tokens.piece_tokens else {}
             return dataclasses.replace(self, tokens=tokens, fingerprint={**self.fingerprint, **pieces})
         text_units = [unit for unit in self.units if file_kind(unit.file) == "text"]
-        size = choose_piece_characters(text_units)
+        size = piece_characters or choose_piece_characters(text_units)
         if size is None:
             return self
         fingerprint = {**self.fingerprint, "text_pieces": size}
@@ -185,6 +188,17 @@ def _one_of_each_file(source: Source, order: list[int], seed: int) -> Iterator[U
         yield from opened[-1][:1]
     for turn in range(1, max(map(len, opened))):
         yield from (units[turn] for units in opened if turn < len(units))
+
+
+def hashes_of_pieces(source: Source, piece_characters: int, characters: int) -> frozenset[int]:
+    """Return the hashes of the first documents, up to so many characters, with txt files split into pieces."""
+    hashes, split = set[int](), source.split_for_stream(piece_characters)
+    for piece in read_documents(split, split.units, Counter()):
+        hashes.add(text_hash(piece))
+        characters -= len(piece)
+        if characters <= 0:
+            break
+    return frozenset(hashes)
 
 
 def text_hash(text: Row) -> int:

@@ -230,6 +230,16 @@ def test_evaluation_file(tmp_path, streaming):
     assert sorted(training_lines(data, 1)) == sorted(train[1:])
 
 
+def test_an_evaluation_file_among_streamed_text_files_is_not_trained_on(tmp_path):
+    (tmp_path / "a.txt").write_text("\n".join(texts(400)))
+    (tmp_path / "copy.txt").write_text("".join(f"{text} evaluated\n" for text in texts(150)))
+    (tmp_path / "val.txt").write_bytes((tmp_path / "copy.txt").read_bytes())
+    for evaluated in (str(tmp_path / "val.txt"), {"own": str(tmp_path / "val.txt")}):
+        data = prepare(tmp_path, eval_dataset=evaluated, streaming=True)
+        assert sum("evaluated" in line for line in lines_of(data, data.validation)) == 150
+        assert not any("evaluated" in line for line in training_lines(data, 2))
+
+
 def test_evaluation_tokens_cut_the_run(tmp_path):
     path = write(tmp_path / "a.jsonl", texts(100))
     whole, cut = prepare(path), prepare(path, eval_tokens=50)
