@@ -20,7 +20,7 @@ HEAD_BYTES = 2**16
 LARGEST_ERROR_PAGE_BYTES = 2**20
 # How much of a compressed file is read to estimate how much it unpacks to; bzip2 needs more than HEAD_BYTES.
 PACKED_HEAD_BYTES = 2**20
-# A gzip file that seems to unpack to so much more than it states has several members, or more than 4 GiB.
+# A gzip file that seems to unpack to so much more than it states, and four times as much, has several members.
 UNSTATED_BYTES = 512 * 2**20
 _NPY = b"\x93NUMPY"
 # First bytes of files that are not supported, or need another name: what the file is, and the fix.
@@ -75,7 +75,7 @@ def read_head(file: str) -> FileHead:
             text_bytes = int.from_bytes(handle.read(4), "little")  # modulo 2^32, and only of the last member
         if packed:
             estimate = size * len(data) // max(len(raw), 1)
-            if packed != GZIP or estimate > text_bytes + UNSTATED_BYTES:
+            if packed != GZIP or estimate > max(4 * text_bytes, text_bytes + UNSTATED_BYTES):
                 text_bytes = estimate
     if packed and (text_bytes != size and size <= IN_MEMORY_BYTES if packed == GZIP else size == len(raw)):
         with open_file(file) as handle:

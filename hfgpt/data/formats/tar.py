@@ -84,6 +84,6 @@ def _members(file: str, handle: Any) -> Iterator[tuple[tarfile.TarInfo, int]]:
     handle.seek(archive.offset)
     if handle.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
         raise EOFError(f"no end of the archive at byte {archive.offset:,}")
-    if any(map(any, pieces(handle))):
+    if any(piece.strip(b"\0") for piece in pieces(handle)):
         what = f"its archive ends at byte {archive.offset:,}, but the file does not"
         raise BadFile(f"dataset: {file}: {what}; unpack it with tar --ignore-zeros, and pack all members at once")
