@@ -48,7 +48,7 @@ def refuse_inside(what: str, folder: str | Path, dataset: str) -> None:
     base, recursive, rest = os.path.expanduser(dataset).partition("**")
     if recursive and not any(fnmatch.fnmatch(name, os.path.basename(rest) or "*") for name in OWN_FILES):
         return
-    if os.path.isdir(base) and Path(folder).resolve().is_relative_to(Path(base).resolve()):
+    if os.path.isdir(base or ".") and Path(folder).resolve().is_relative_to(Path(base).resolve()):
         raise UserError(f"{what}: is inside dataset={dataset}, all of whose files are text; give another folder")
 
 

@@ -158,7 +158,7 @@ def test_training_on_shards_sees_the_documents_of_the_text(tmp_path, tokenizer, 
     assert not any("left out" in line for line in ready.description)
 
 
-def test_what_does_not_fit_is_refused(tmp_path, tokenizer, text):
+def test_what_does_not_fit_is_refused(tmp_path, tokenizer, text, monkeypatch):
     out = tmp_path / "out"
     tokenize.tokenize(text, out, tokenizer, shard_tokens=500, workers=1)
     save_tokenizer(load_tokenizer("bpe-280", lambda: TEXTS, 64), tmp_path / "other")
@@ -172,7 +172,8 @@ def test_what_does_not_fit_is_refused(tmp_path, tokenizer, text):
     (tmp_path / "used" / "a.txt").write_text("a")
     with pytest.raises(UserError, match="is not empty, and not of an earlier hfgpt tokenize"):
         tokenize.tokenize(text, tmp_path / "used", tokenizer)
-    for dataset in (tmp_path / "text", tmp_path / "**" / "*", f"{tmp_path}/**/tokens*"):
+    monkeypatch.chdir(tmp_path)
+    for dataset in (tmp_path / "text", tmp_path / "**" / "*", f"{tmp_path}/**/tokens*", "**/*.json"):
         with pytest.raises(UserError, match=r"text/shards: is inside dataset=.*, all of whose files are text"):
             tokenize.tokenize({"dataset": str(dataset)}, tmp_path / "text" / "shards", tokenizer)
     assert not (tmp_path / "text" / "shards").exists()
