@@ -251,7 +251,7 @@ def test_what_the_system_refuses_of_a_local_file_is_no_bad_file(tmp_path, monkey
     def refuse(*_, **__):
         raise error
 
-    monkeypatch.setattr(file_access, "url_to_fs", refuse)
+    monkeypatch.setattr(file_access, "open", refuse, raising=False)
     with pytest.raises(UserError, match=f"a.txt cannot be read.*{error.strerror}") as caught:
         open_source(str(tmp_path), skip_bad_files=True)
     assert type(caught.value) is UserError
