@@ -44,8 +44,10 @@ def content(folder):
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_shards_hold_the_documents_and_name_their_source(tmp_path, tokenizer, text):
-    facts = tokenize.tokenize(text, tmp_path / "out", tokenizer, shard_tokens=500, workers=1)
+def test_shards_hold_the_documents_and_name_their_source(tmp_path, tokenizer, text, monkeypatch):
+    monkeypatch.setattr(cpu, "_cgroup_values", lambda *names: ["100000 100000"] if names[1] == "cpu.max" else [])
+    monkeypatch.setattr(tokenize.concurrent.futures, "ProcessPoolExecutor", None)  # a container's one core: one process
+    facts = tokenize.tokenize(text, tmp_path / "out", tokenizer, shard_tokens=500)
     ids = [i for tokens in Encoder(load_tokenizer(tokenizer, lambda: (), 64)).tokens(TEXTS) for i in [0, *tokens]]
     shards = sorted((tmp_path / "out").glob("tokens_train_*.bin"))
     read = [np.fromfile(path, "<u2", offset=1024) for path in shards]
@@ -61,12 +63,9 @@ def test_shards_hold_the_documents_and_name_their_source(tmp_path, tokenizer, te
 
 
 @pytest.mark.slow
-def test_processes_write_what_one_writes(tmp_path, tokenizer, text, monkeypatch):
-    monkeypatch.setattr(cpu, "_cgroup_values", lambda *names: ["100000 100000"] if names[1] == "cpu.max" else [])
-    monkeypatch.setattr(tokenize.concurrent.futures, "ProcessPoolExecutor", None)
-    tokenize.tokenize(text, tmp_path / "1", tokenizer, shard_tokens=500)  # one core of the container: one process
-    monkeypatch.undo()
-    tokenize.tokenize(text, tmp_path / "2", tokenizer, shard_tokens=500, workers=2)
+def test_processes_write_what_one_writes(tmp_path, tokenizer, text):
+    for workers in (1, 2):
+        tokenize.tokenize(text, tmp_path / str(workers), tokenizer, shard_tokens=500, workers=workers)
     assert content(tmp_path / "1") == content(tmp_path / "2")
 
 
