@@ -17,7 +17,7 @@ from hfgpt.messages.formats import shown
 from hfgpt.model.configuration_gpt2 import model_fields
 from hfgpt.settings.checks import out_of_range
 from hfgpt.settings.field_types import AUTO, NO_VALUE, NOT_CONVERTIBLE, convert, describe
-from hfgpt.settings.layers import FileLayer, merge_layers, read_flags
+from hfgpt.settings.layers import LENGTHS, FileLayer, merge_layers, read_flags
 
 # Settings whose value may have commas of its own. They are the same in all points.
 WITH_COMMAS = ("report_to", "reserved_tokens", "hub_language", "sample_prompt", "run_name")
@@ -118,11 +118,13 @@ _hints = functools.cache(functools.partial(get_type_hints, PretrainConfig))  # t
 
 
 def _find_unfit(fixed: dict[str, Any], values: dict[str, list[Any]]) -> list[str]:
-    """Find settings that the sweep decides itself."""
+    """Find settings that the sweep decides itself, and lengths of which a run can have one."""
     stated = {**{key: [value] for key, value in fixed.items()}, **values}
     problems = []
     if any(value != "latest" for value in stated.get("resume_from_checkpoint", [])):
         problems.append("resume_from_checkpoint: an unfinished point of a sweep resumes by itself; leave it out")
+    if len(lengths := [key for key in LENGTHS if key in values]) > 1:
+        problems.append(f"{' and '.join(lengths)} are both given; keep one")
     if any(stated.get("push_to_hub", [])):
         problems.append("push_to_hub=true: a sweep pushes nothing; leave it out, and push the best point's checkpoint")
     return problems

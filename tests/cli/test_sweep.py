@@ -148,6 +148,7 @@ def test_points_are_named_by_their_values(tmp_path, monkeypatch):
         (["--model", "gpt2-40m,gpt2-41m"], "model=gpt2-41m: no such size; did you mean gpt2-40m?"),
         (["--model", '{"n_layer": 2,'], "model={\"n_layer\": 2,: must be"),
         (["--learning_rat", "1,2"], "--learning_rat: no such setting; did you mean --learning_rate?"),
+        (["--max_steps", "2,4", "--max_tokens", "256"], "max_steps and max_tokens are both given; keep one"),
         (["--seed", "1,2", "--push_to_hub"], "push_to_hub=true: a sweep pushes nothing"),
         (["--seed", "1,2", "--resume_from_checkpoint", "best"], "resume_from_checkpoint: an unfinished point"),
         (["--seed", "1,2", "--config_file", "no.yaml"], "config_file=no.yaml: there is no such file"),
