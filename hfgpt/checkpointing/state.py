@@ -105,11 +105,11 @@ def load_model_and_optimizer(
     optimizer: torch.optim.Optimizer,
     ranks: Ranks,
     trainer: dict[str, Any],
-    take_average: Callable[[int], None] | None = None,
+    take_average: Callable[[dict[str, Any]], None] | None = None,
 ) -> None:
     """Load weights and optimizer state of a checkpoint in place, on all processes.
 
-    trainer: its trainer_state.json. take_average: takes the model's weights as the average of this many steps.
+    trainer: its trainer_state.json. take_average: takes the model's weights as the average of which this is the state.
     Only the main process reads the files. Raises UserError if the checkpoint is from another optimizer.
     """
     if isinstance(model, FSDPModule):
@@ -123,7 +123,7 @@ def load_model_and_optimizer(
     options = full_state_options(ranks.world_size)
     if take_average is not None:
         set_model_state_dict(model, read["average"], options=options)
-        take_average(trainer["average"]["steps"])
+        take_average(trainer["average"])
     set_model_state_dict(model, read["weights"], options=options)
     set_optimizer_state_dict(model, optimizer, read["optimizer"], options=options)
 

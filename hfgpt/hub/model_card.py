@@ -12,6 +12,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from hfgpt.checkpointing.read_training_state import evaluation_of_model
 from hfgpt.hub.describe_text import describe_record, describe_sources, describe_text
+from hfgpt.messages.formats import counted
 from hfgpt.settings.step_sizes import stages_in_words
 
 TEMPLATE = Path(__file__).with_name("model_card.md.jinja")
@@ -80,7 +81,7 @@ def model_card(
         averaging=_describe_average(trainer),
         evaluation_step=trainer["evaluation_step"],
         step=step,
-        named_results=_named_results(evaluation),
+        named_results=_named_results(evaluation, trainer["evaluation_step"], step),
         later_results=[_result_row(record) for record in later],
         loss_plot=PLOT if records else None,
         training=[
@@ -98,14 +99,18 @@ def model_card(
 
 
 def _describe_average(trainer: dict[str, Any]) -> str:
-    """Say which of weights and average the model is, with both losses; empty without an average."""
+    """Say which of weights and average the model is, and the loss of both where it was measured; empty without one."""
     if not (average := trainer["average"]):
         return ""
-    record, steps = trainer["evaluation"] or {}, f"{average['steps']:,} steps"
-    losses = [f"loss {record[key]:.4f}" if key in record else "not evaluated" for key in ("eval_loss_ema", "eval_loss")]
-    if average["is_model"]:
-        return f"The model is an average of the weights of {steps} ({losses[0]}; the newest weights: {losses[1]})."
-    return f"The model has the newest weights ({losses[1]}), not an average of those of {steps} ({losses[0]})."
+    if not average["steps"]:
+        return f"The model has the newest weights: their average begins with step {average['first_step']:,}."
+    record, steps = trainer["evaluation"] or {}, counted(average["steps"], "step")
+    which = "has the newest weights, not an average of those of"
+    which = f"The model {'is an average of the weights of' if average['is_model'] else which} {steps}."
+    if "eval_loss_ema" not in record:
+        return f"{which} The average was not evaluated."
+    losses = f"{record['eval_loss_ema']:.4f} of the average, {record['eval_loss']:.4f} of the newest weights"
+    return f"{which} Loss at step {trainer['evaluation_step']:,}: {losses}."
 
 
 def _metadata(config: dict[str, Any], name: str, results: list[Any], datasets: list[str]) -> ModelCardData:
@@ -152,13 +157,13 @@ def address_card(card: str, repo_id: str, revision: str | None) -> str:
 
 
 def export_card(card: str, dtype: str, parameters: int) -> str:
-    """Adapt the card of a checkpoint to its export. The results were measured in float32."""
+    """Adapt the card of a checkpoint to its export. The results were measured before the conversion."""
     parts = ModelCard(card)
     data: Any = parts.data
     note = f"This is an export of the checkpoint: {parameters:,} parameters in {dtype}."
     if dtype != "float32":
         data.eval_results = None
-        note += " The results below were measured in float32."
+        note += " The results below were measured before this conversion."
     return re.sub(r"(?m)^(# .*)$", lambda title: f"{title[1]}\n\n{note}", str(parts), count=1)
 
 
@@ -185,14 +190,14 @@ def split_languages(names: str | None) -> list[str] | None:
     return [name.strip() for name in names.split(",")] if names else None
 
 
-def _named_results(evaluation: dict[str, Any] | None) -> list[tuple[str, str]]:
-    """Return a row for each named text of an evaluation record."""
+def _named_results(evaluation: dict[str, Any] | None, at: int, step: int) -> list[tuple[str, str]]:
+    """Return a row for each named text of an evaluation record, made at step `at`."""
     names = [key.partition("/")[2] for key in evaluation or {} if key.startswith("eval_loss/")]
     rows = []
     for name in names:
         values = {key: (evaluation or {}).get(f"eval_{key}/{name}") for key in TEXT}
         shown = [_FORMATS[key].format(value) for key, value in values.items() if value is not None]
-        rows.append((f"held-out text {name}", ", ".join(shown)))
+        rows.append((f"held-out text {name}" + (f", at step {at:,}" if at != step else ""), ", ".join(shown)))
     return rows
 
 

@@ -1,7 +1,7 @@
 """Memory of a training step, by part, from the model's configuration and how one process trains it.
 
 The bytes are counted from the tensors that exist at three moments of the backward pass: at the loss, at the last block,
-and at the embedding. On a CPU the counts are checked against the tensors that autograd keeps
+and at the embedding; and with Muon, at the update. On a CPU the counts are checked against the tensors that autograd keeps
 (tests/model/test_memory.py) and against resident memory (tests/benchmarks/memory.py, which also measures a GPU). They
 have not been measured on a GPU yet: whatever only a GPU has is taken from documentation, as noted where it is counted.
 
@@ -22,6 +22,8 @@ from hfgpt.model.head_loss import HEAD_CHUNK_SIZE
 
 # On Hopper, according to torch's documentation of CUBLAS_WORKSPACE_CONFIG; others 8 MiB.
 CUBLAS_WORKSPACE_BYTES = 32 * 2**20
+# Elements that Muon orthogonalizes at once: more would use memory and save no time.
+BATCH_ELEMENTS = 2**23
 FUSED_ATTENTION = ("cpu", "cuda", "xpu")  # attention whose backward pass needs no (T, T) probabilities
 
 
@@ -75,8 +77,14 @@ class Memory:
 def training_memory(config: GPT2Config, setting: Setting) -> Memory:
     """Return the peak of a step once the optimizer's state exists (from the second step on)."""
     step = StepBytes(config, setting)
-    moments = (step.at_loss(), step.at_last_block(), step.at_embedding())
+    moments = [step.at_loss(), step.at_last_block(), step.at_embedding()]
+    moments += [step.at_update()] if setting.optim == "muon" else []
     return max(moments, key=lambda moment: moment.peak)
+
+
+def average_bytes(config: GPT2Config, setting: Setting) -> int:
+    """Return what one process keeps of the average of the weights."""
+    return 4 * parameter_counts(config).total // setting.shares if setting.averaged else 0
 
 
 class StepBytes:
@@ -131,6 +139,25 @@ class StepBytes:
             head += self.embedding
         return self._memory(4 * self.parameters, 4 * self.N * self.C, head, new)
 
+    def at_update(self) -> Memory:
+        """Count while Muon works: the forward and backward passes keep nothing but the gradients."""
+        gradients = 4 * self.parameters // (self.setting.shares if self.is_accumulated else 1)
+        return self._memory(gradients, 0, 0, self.muon_workspace(), in_backward=False)
+
+    def muon_workspace(self) -> int:
+        """Count what exists at once while Muon orthogonalizes a batch of the largest matrices, and others travel.
+
+        Under DDP all processes receive the matrices of all; under FSDP2 each receives its rows of them.
+        """
+        processes, is_sharded = self.setting.processes, self.setting.sharded
+        matrix = self.C * max(3 * self.C, self.inner)
+        count = min(max(1, BATCH_ELEMENTS // matrix), -(-self.config.n_layer // processes))
+        batch = count * matrix * (2 if self.setting.precision == "bf16" else 4)
+        following = 2 * batch if is_sharded else 4 * count * matrix  # sent and received; or updates in float32
+        on_its_way = 2 if is_sharded else processes + 1 if processes > 1 else 1
+        # The matrices, the iterate and the next one, with products of their rows; or those that are sent after them.
+        return following + batch * (on_its_way + max(4, 0 if is_sharded else on_its_way + 1))
+
     def saved(self) -> int:
         """Count activations and logits kept for the backward pass, without copies of weights."""
         return self.activations() + self._saved_logits()
@@ -157,9 +184,12 @@ class StepBytes:
         per_token = self.config.n_layer * block + 4 * self.C + 8 + output * self.C + dropped
         return 8 * (self.N + self.T) + self.N * per_token
 
-    def _memory(self, gradients: int, activations: int, logits: int, temporary: int = 0) -> Memory:
-        shares = self.setting.shares
-        workspace = temporary + self.weight_copies() + self._gathered()
+    def _memory(
+        self, gradients: int, activations: int, logits: int, temporary: int = 0, in_backward: bool = True
+    ) -> Memory:
+        shares, workspace = self.setting.shares, temporary
+        if in_backward:
+            workspace += self.weight_copies() + self._gathered()
         if self.setting.processes > 1 and not self.setting.sharded:
             workspace += 4 * self.parameters  # DDP's buckets, for exchanging gradients
         if self.is_cuda:
@@ -168,8 +198,8 @@ class StepBytes:
             gradients //= shares
         # Two moments for each parameter; Muon has one for the matrices of the blocks.
         optimizer = 8 * self.parameters - (4 * self.block_matrices if self.setting.optim == "muon" else 0)
-        weights = 4 * self.parameters * (2 if self.setting.averaged else 1)
-        return Memory(weights // shares, gradients, optimizer // shares, activations, logits, workspace)
+        weights = 4 * self.parameters // shares + average_bytes(self.config, self.setting)
+        return Memory(weights, gradients, optimizer // shares, activations, logits, workspace)
 
     def _gathered(self) -> int:
         """Count what FSDP2 gathers: embeddings and head for the whole pass, and two blocks, also as flat buffers.

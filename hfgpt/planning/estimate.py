@@ -19,6 +19,7 @@ from hfgpt.planning.device import Device, find_device
 from hfgpt.settings.batch import Batch, splits_of_stages
 from hfgpt.settings.field_types import NOT_CONVERTIBLE, convert
 from hfgpt.settings.step_sizes import StepSizes, step_sizes, total_steps
+from hfgpt.training.averaging import describe_average
 from hfgpt.training.plan import setting_of
 
 # What a process needs besides tensors: a CUDA context is 0.3 to 0.5 GiB, and the allocator leaves gaps.
@@ -45,8 +46,14 @@ class Split:
     def fits(self) -> bool:
         return self.needed_bytes <= self.available_bytes
 
-    def to_dict(self) -> dict[str, Any]:
-        sizes = {"micro_batch": self.batch.micro_batch, "accumulation": self.batch.accumulation}
+    def accumulations(self, stages: list[tuple[int, int, int]]) -> list[int]:
+        """Return the accumulation in each of the `stages`; one number if steps do not grow."""
+        return [self.batch.of(blocks).accumulation for *_, blocks in stages] or [self.batch.accumulation]
+
+    def to_dict(self, stages: list[tuple[int, int, int]]) -> dict[str, Any]:
+        each = self.accumulations(stages)
+        sizes = {"micro_batch": self.batch.micro_batch, "accumulation": None if stages else each[0]}
+        sizes |= {"accumulation_of_stages": each} if stages else {}
         return {**sizes, "memory_bytes": self.memory.peak, "needed_bytes": self.needed_bytes, "fits": self.fits}
 
 
@@ -132,10 +139,10 @@ class Forecast:
             ),
             ("compile", f"{'on' if device.compile.enabled else 'off'} ({device.compile.reason})"),
             *(("step", line) for line in self._describe_steps(split.batch)),
+            *([("average", average)] if (average := self._average()) else []),
             ("memory", f"{tensors:.2f} GiB, plus {outside:.2f} besides tensors{recomputed}{sharded}"),
             ("", parts),
-            ("splits", "micro-batch x accumulation        GiB"),
-            *(("", self._describe(split)) for split in self.splits[-8:]),
+            *self._split_rows(),
             *self._time_rows(),
         ]
         return [f"{key:<8} {value}" for key, value in rows]
@@ -150,10 +157,22 @@ class Forecast:
         ]
         return lines or [missing + batch.of(self.sizes.blocks(0)).describe()]
 
-    def _describe(self, split: Split) -> str:
-        verdict = "chosen" if split is self.chosen else "fits" if split.fits else "too large"
-        size = f"{split.batch.micro_batch:>11,} x {split.batch.accumulation:<12,}"
-        return f"{size} {split.needed_bytes / 2**30:>11,.2f}  {verdict}"
+    def _average(self) -> str:
+        shares, kind = self.batch.processes if self.fsdp else 1, self.device.type
+        setting = setting_of(self.config, self.batch, self.device.precision.name, shares, kind)
+        return describe_average(self.config, self.steps, self.model, setting)
+
+    def _split_rows(self) -> list[tuple[str, str]]:
+        shown = self.splits[-8:]
+        each = [", ".join(f"{number:,}" for number in split.accumulations(self.stages)) for split in shown]
+        title = "accumulation of each stage" if self.stages else "accumulation"
+        width = max(map(len, [*each, title]))
+        rows = [("splits", f"micro-batch x {title:<{width}} {'GiB':>10}")]
+        for split, accumulation in zip(shown, each, strict=True):
+            verdict = "chosen" if split is self.chosen else "fits" if split.fits else "too large"
+            gib = f"{split.needed_bytes / 2**30:>10,.2f}"
+            rows.append(("", f"{split.batch.micro_batch:>11,} x {accumulation:<{width}} {gib}  {verdict}"))
+        return rows
 
     def _time_rows(self) -> list[tuple[str, str]]:
         peak, costs = self.device.peak, self.costs()
@@ -204,7 +223,8 @@ class Forecast:
             "accumulation": None if self.stages else chosen and chosen.batch.of(self.sizes.blocks(0)).accumulation,
             **({"stages": self._stages_as_json()} if self.stages else {}),
             "memory_bytes": chosen and {**asdict(chosen.memory), "peak": chosen.memory.peak},
-            "cuts": [split.to_dict() for split in self.splits],
+            "average": self._average() or None,
+            "cuts": [split.to_dict(self.stages) for split in self.splits],
             "mfu": self.mfu,
             "peak_tflops": device.peak.tflops,
             "peak_source": device.peak.source,

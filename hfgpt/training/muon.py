@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import zip_longest
 from typing import Any, cast
 
 import torch
@@ -27,21 +28,24 @@ class BatchedMuon(torch.optim.Muon):
                 self._step(parameters, group)
 
     def _step(self, parameters: list[nn.Parameter], group: dict[str, Any]) -> None:
-        """Update `parameters`. Matrices travel while others are orthogonalized."""
+        """Update `parameters`. Matrices travel while others are orthogonalized.
+
+        `StepBytes.muon_workspace` in model/memory.py counts what exists here at once.
+        """
         precision = native_precision(parameters[0].device)
         shares = Shares(torch.bfloat16 if precision == "bf16" else torch.float32)
         rounds = plan_rounds(parameters, shares.world_size)
         collected, sent = shares.collect(rounds[0], self._add_gradients(rounds[0], shares, group)), None
-        for number, now in enumerate(rounds, start=1):
-            whole = collected.wait()
-            if number < len(rounds):
-                following = rounds[number]
+        for now, following in zip_longest(rounds, rounds[1:]):
+            whole, collected = collected.wait(), None
+            if following:
                 collected = shares.collect(following, self._add_gradients(following, shares, group))
             if now[shares.rank]:
                 whole = orthogonalize(whole, group["ns_coefficients"], group["ns_steps"], group["eps"])
-            before, sent = sent, (now, shares.send(now, whole))
-            if before:
-                _apply(before[0], before[1].wait(), group)
+            sending = now, shares.send(now, whole)
+            if sent:
+                _apply(sent[0], sent[1].wait(), group)
+            sent = sending
         if sent:
             _apply(sent[0], sent[1].wait(), group)
 

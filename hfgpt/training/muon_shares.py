@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-# Elements orthogonalized at once: more would use memory and save no time.
-BATCH_ELEMENTS = 2**23
+from hfgpt.model.memory import BATCH_ELEMENTS
+
 Round = list[list[nn.Parameter]]  # by rank: matrices of one shape that it orthogonalizes at once; none at the end
 
 

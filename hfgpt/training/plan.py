@@ -86,6 +86,7 @@ class Plan:
     setting: Setting
     peak_tflops: float | None  # dense peak of one device
     resumed: str | None = None  # the checkpoint from which the run continues
+    average: str = ""  # of the weights
 
     def lines(self) -> list[str]:
         model, batch, config = self.model, self.batch, self.config
@@ -114,6 +115,7 @@ class Plan:
                 + ("; the run ends during warm-up" if config.warmup_steps > self.max_steps else ""),
             ),
             *([("groups", groups)] if (groups := describe_groups(config)) else []),
+            *([("average", self.average)] if self.average else []),
             *([("guards", guards)] if (guards := describe_guards(config, self.max_steps)) else []),
             ("device", f"{self.device}; {self.precision.label} ({self.precision.reason})"),
             ("compile", f"{'on' if self.compile.enabled else 'off'} ({self.compile.reason})"),
@@ -193,6 +195,7 @@ class Plan:
             **({**dict.fromkeys(same), "stages": stages} if len(stages) > 1 else same),  # no number is right for all
             "max_steps": self.max_steps,
             "max_tokens": self.max_tokens,
+            "average": self.average or None,
             "parameter_groups": {name: group._asdict() for name, group in group_settings(self.config).items()},
             "precision": asdict(self.precision),
             "torch_compile": asdict(self.compile),

@@ -234,13 +234,17 @@ def finish(run: TrainingRun, fault: str | None = None) -> None:
     if run.progress.step not in (0, run.saver.saved_step):
         save(run, at_end=True)
     note_saved(run, wait=True, at_end=True)
+    average = run.average and run.average.state(run.progress.evaluation)
+    if run.average and run.is_main and (why := run.average.why_unused(run.progress.evaluation, run.progress.step)):
+        print(why, flush=True)
     run.machine.accelerator.wait_for_everyone()
     run.callbacks.call("on_train_end")
     run.machine.ranks.disconnect()
     run.machine.accelerator.end_training()
     finish_pushes(run, is_stopped=fault is not None)
     record_lost_output(run)
-    run.record(event="end", skipped_rows=dict(run.progress.skipped_rows), fault=fault)
+    kept = {"average": average} if average else {}
+    run.record(event="end", skipped_rows=dict(run.progress.skipped_rows), fault=fault, **kept)
     write_report(run)
     run.has_ended = True
     if run.progress.skipped_rows and run.is_main:

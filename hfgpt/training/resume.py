@@ -93,7 +93,7 @@ class Resumed:
         if not take:  # the newest evaluation is not one of the average that starts here
             self.progress.forget_average()
             if average:
-                average.reset()
+                average.reset(self.progress.step)
         state.load_model_and_optimizer(self.folder, model, optimizer, ranks, trainer, take)
         if scaler is not None and self.trainer_state["gradient_scaler"]:
             scaler.load_state_dict(self.trainer_state["gradient_scaler"])

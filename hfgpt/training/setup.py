@@ -31,7 +31,7 @@ from hfgpt.hub.push import check_push
 from hfgpt.hub.resume_from_hub import find_resume_point
 from hfgpt.settings.field_types import AUTO
 from hfgpt.settings.step_sizes import total_steps
-from hfgpt.training.averaging import build_average
+from hfgpt.training.averaging import build_average, describe_average
 from hfgpt.training.batch_size import choose_micro_batch
 from hfgpt.training.build_model import attention_arguments, build_model, check_sharding
 from hfgpt.training.callback_handler import Callbacks, callback_arguments
@@ -132,7 +132,9 @@ def _prepare(
         spikes=spikes,
     )
     data.description += choose_micro_batch(config, machine, step, resumed, compiled.enabled)
-    plan = replace(plan, batch=step.batch, setting=machine.memory_setting(config, step.batch, compiled.enabled))
+    setting = machine.memory_setting(config, step.batch, compiled.enabled)
+    averaging = describe_average(config, max_steps, model.config, setting, average and average.begins)
+    plan = replace(plan, batch=step.batch, setting=setting, average=averaging)
     text = (data.train, position, ranks.rank, ranks.world_size)
     return TrainingRun(
         *(config, plan, machine, signals, folder, resumed, data),

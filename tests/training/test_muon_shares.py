@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,12 @@ from forked import FORKS
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import GPT2Config
 
+from hfgpt.model import memory
 from hfgpt.training import muon, muon_shares
 from hfgpt.training.muon_shares import plan_rounds
 
@@ -85,3 +91,54 @@ def test_the_work_is_shared_out_by_cost():
         loads = [sum(costs[id(one)] for now in rounds for one in now[rank]) for rank in range(world_size)]
         ideal = max(sum(costs.values()) / world_size, max(costs.values()))
         assert max(loads) <= 1.1 * ideal and math.isclose(sum(loads), sum(costs.values()))
+
+
+class Peak(TorchDispatchMode):
+    """The most bytes of new tensors that exist at once inside the context."""
+
+    def __init__(self, known):
+        super().__init__()
+        self.now = self.most = 0
+        self.known = known
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and (storage := tensor.untyped_storage())._cdata not in self.known:
+                self.known.add(storage._cdata)
+                self.now += storage.nbytes()
+                self.most = max(self.most, self.now)
+                weakref.finalize(storage, self.free, storage._cdata, storage.nbytes())
+        return result
+
+    def free(self, address, size):
+        self.known.discard(address)
+        self.now -= size
+
+
+@pytest.mark.parametrize("precision", ["bf16", "no"])
+@pytest.mark.parametrize("kind", ["whole", "sharded"])
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_the_memory_of_an_update_is_that_of_the_plan(world_size, kind, precision, monkeypatch):
+    if (world_size, kind) == (1, "sharded"):
+        pytest.skip("nothing is sharded")
+    monkeypatch.setattr(muon, "native_precision", lambda device: precision)
+    for module in (memory, muon_shares):
+        monkeypatch.setattr(module, "BATCH_ELEMENTS", 4 * 4 * 32**2)
+    config = GPT2Config(n_layer=16, n_embd=32, n_head=1)
+    setting = memory.Setting(1, 8, 1, precision, optim="muon", processes=world_size, sharded=kind == "sharded")
+    if world_size > 1:
+        dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
+    try:
+        monkeypatch.setitem(globals(), "SHAPES", 16 * [(32, 96), (32, 32), (32, 128), (128, 32)])
+        parameters = matrices(kind)
+        optimizer = muon.BatchedMuon([one for one in parameters if one.grad is not None], 1e-2, 0.1, 0.9)
+        optimizer.step()
+        kept = [held for one in parameters for held in (one, one.grad, *optimizer.state[one].values()) if held is not None]
+        peak = Peak({muon_shares.held(one).untyped_storage()._cdata for one in kept})
+        with peak:
+            optimizer.step()
+    finally:
+        if world_size > 1:
+            dist.destroy_process_group()
+    assert peak.most == pytest.approx(memory.StepBytes(config, setting).muon_workspace(), rel=0.15)
