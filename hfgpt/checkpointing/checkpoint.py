@@ -111,10 +111,12 @@ def link(run: RunFolder, name: str, folder: Path) -> bool:
 def rotate(run: RunFolder, newest: Path, keep: int | None) -> None:
     """Delete all but `keep` (None: all) checkpoints of the run that wrote `newest`, and link the best of the rest.
 
-    Keeps `newest`, then the one with the lowest `metric_for_best_model`, then the newest of the others.
+    Keeps `newest`, then the one with the lowest `metric_for_best_model` on the present held-out text, then the newest
+    of the others.
     """
     of_newest = read_state(newest, "trainer_state")
     run_id, metric = of_newest["run_id"], of_newest["config"].get("metric_for_best_model", "eval_loss")
+    since = of_newest["evaluated_since"]
     losses = {}
     for folder in run.checkpoints():
         try:
@@ -122,7 +124,7 @@ def rotate(run: RunFolder, newest: Path, keep: int | None) -> None:
         except UserError:
             continue  # not written by this run
         if state["run_id"] == run_id:
-            is_evaluated = state["evaluation"] and state["evaluation_step"] == state["step"]
+            is_evaluated = state["evaluation"] and state["evaluation_step"] == state["step"] > since
             value = state["evaluation"].get(metric) if is_evaluated else None
             losses[folder] = math.inf if value is None else value
     best = min(losses, key=lambda folder: losses[folder])

@@ -54,7 +54,10 @@ FORMS: dict[str, dict[str, Check]] = {
         "evaluation": _or_null(_has({"eval_loss": _is_amount, "eval_perplexity": _is_amount, "eval_tokens": is_count})),
         "evaluation_step": is_count,
         "gradient_scaler": _or_null(_is_object),
-        "average": _or_null(_has({"steps": is_count, "is_model": lambda value: isinstance(value, bool)})),
+        "average": _or_null(
+            _has({"steps": is_count, "first_step": is_count, "is_model": lambda value: isinstance(value, bool)})
+        ),
+        "evaluated_since": is_count,
         "sized_since": lambda value: isinstance(value, list) and len(value) == 2 and all(map(is_count, value)),
         "spike_window": _or_null(_all(lambda row: _all(_is_amount)(row) and len(row) == 2)),
         "loss_watch": _or_null(
@@ -78,8 +81,10 @@ def read_state(folder: Path, name: str) -> dict[str, Any]:
     try:
         state = json.loads(read_text_file(path))
         if name == "trainer_state" and isinstance(state, dict):
-            earlier = {"average": None, "sized_since": [0, 0], "spike_window": None, "loss_watch": None}
+            earlier = {"average": None, "sized_since": [0, 0], "evaluated_since": 0, "spike_window": None, "loss_watch": None}
             state = {**earlier, **state}  # as in checkpoints of earlier versions
+            if isinstance(state["average"], dict):
+                state["average"] = {"first_step": 1, **state["average"]}
         wrong = _wrong_keys(state, FORMS[name]) if isinstance(state, dict) else ["not an object"]
     except (OSError, ValueError, RecursionError) as error:
         wrong = [f"{type(error).__name__}: {error}"]

@@ -79,6 +79,7 @@ def model_card(
         summary=f"A GPT-2-style language model{shape}, pretrained with hfgpt on {tokens} tokens.",
         evaluation=evaluation,
         averaging=_describe_average(trainer),
+        evaluated="average" if (trainer["average"] or {}).get("is_model") else "weights",
         evaluation_step=trainer["evaluation_step"],
         step=step,
         named_results=_named_results(evaluation, trainer["evaluation_step"], step),
@@ -103,7 +104,8 @@ def _describe_average(trainer: dict[str, Any]) -> str:
     if not (average := trainer["average"]):
         return ""
     if not average["steps"]:
-        return f"The model has the newest weights: their average begins with step {average['first_step']:,}."
+        begins = f"{average['first_step']:,}"
+        return f"The model has the newest weights. Their average, which begins with step {begins}, has no step yet."
     record, steps = trainer["evaluation"] or {}, counted(average["steps"], "step")
     which = "has the newest weights, not an average of those of"
     which = f"The model {'is an average of the weights of' if average['is_model'] else which} {steps}."

@@ -91,7 +91,7 @@ class WeightAverage:
         for average, weights in zip(self.tensors, self._weights(), strict=True):
             average.copy_(weights)
         self._steps.fill_(saved["steps"])
-        self.begins = saved.get("first_step", self.first_step)  # earlier versions did not keep it
+        self.begins = saved["first_step"]
 
     def state(self, evaluation: dict[str, Any]) -> dict[str, Any]:
         """Return what trainer_state.json keeps: `steps`, the first of them, and whether a checkpoint's model is this.
@@ -154,12 +154,14 @@ def describe_average(
     first = begins or first_averaged_step(config, max_steps)
     if first is None:
         return ""
-    steps, kind = max_steps - first + 1, "evenly (average_last)"
+    if (steps := max_steps - first + 1) < 1:
+        return "of no step, because the run is over"
+    kind = "evenly (average_last)"
     if config.ema_decay is not None:
         reach = 1 / (1 - config.ema_decay)
         kind = f"exponentially (ema_decay), over about the last {rounded(reach)}"
         kind += f", which is more than the {steps:,} here" if reach > steps else ""
-    span = f"steps {first:,} to {max_steps:,}" if steps > 1 else f"step {first:,} alone" if steps else "no step"
+    span = f"steps {first:,} to {max_steps:,}" if steps > 1 else f"step {first:,} alone"
     size = average_bytes(model, setting) / 2**30
     memory = f"{rounded(size, 2)} GiB on each device, part of the memory below"
     return f"of the weights after {span}, {kind}; {memory}; each evaluation from then on is made of both (eval_loss_ema)"

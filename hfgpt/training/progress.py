@@ -24,6 +24,7 @@ class Progress:
         default_factory=dict
     )  # the newest evaluation record, made at step `evaluation_step`
     evaluation_step: int = 0
+    evaluated_since: int = 0  # after this step, evaluations are of the present held-out text
     evaluation_is_due: bool = False  # a signal interrupted an evaluation
     best_metric: float | None = None
     best_step: int | None = None
@@ -49,13 +50,21 @@ class Progress:
 
     def return_to(self, state: dict[str, Any]) -> None:
         """Take the state of an earlier checkpoint of this run, but keep what the run has cost and where it reports."""
-        kept = {name: getattr(self, name) for name in ("wall_seconds", "trackers", "sized_since")}
+        kept = {name: getattr(self, name) for name in ("wall_seconds", "trackers", "sized_since", "evaluated_since")}
         vars(self).update({**vars(self.from_json(state)), **kept, "evaluation_is_due": False})
+        self.forget_earlier_text()
 
     def follow_rollback(self, rollback: dict[str, Any]) -> None:
         """Count a rollback, and the unusable rows in the text that it passed over."""
         self.rollbacks, self.passed_over = rollback["number"], rollback["passed_over"]
         self.skipped_rows = Counter(rollback["skipped_rows"])
+
+    def forget_earlier_text(self) -> None:
+        """Drop results that were measured on the held-out text of before `evaluated_since`."""
+        if self.evaluation_step <= self.evaluated_since:
+            self.evaluation = {}
+        if self.best_step is not None and self.best_step <= self.evaluated_since:
+            self.best_metric = self.best_step = None
 
     def forget_average(self) -> None:
         """Drop what the newest evaluation has of an average of the weights."""

@@ -155,6 +155,17 @@ def _begun(saved: dict[str, Any], sizes: StepSizes, step: int) -> bool:
     return then is not None and then.until(step) == sizes.until(step)
 
 
+def _is_evaluated_otherwise(
+    then: dict[str, Any], fingerprint: dict[str, Any], config: PretrainConfig, stream: Stream
+) -> bool:
+    """Return whether evaluations from now on cannot be compared with those of the checkpoint."""
+    settings = ("eval_tokens", "sequence_length", "document_masking")
+    of_text = [key for key in stream.fingerprint if key.endswith(("held_out", "held_out.hash", "tokenizer"))]
+    now = config.to_dict()
+    is_same = all(then.get(key, now[key]) == now[key] for key in settings)
+    return not is_same or any(fingerprint.get(key) != stream.fingerprint[key] for key in of_text)
+
+
 def resume(folder: Path, run: RunFolder, plan: Plan, data: TextData, ranks: Ranks) -> Resumed:
     """Read checkpoint `folder`. Call on all processes; the main process reads the files.
 
@@ -193,6 +204,11 @@ def resume(folder: Path, run: RunFolder, plan: Plan, data: TextData, ranks: Rank
     is_missing = progress.evaluation_step != progress.step
     if is_missing and (made_later := ranks.from_main(partial(run.evaluation, progress.step))):
         progress.evaluation, progress.evaluation_step = made_later, progress.step
+    if _is_evaluated_otherwise(trainer["config"], saved["fingerprint"], config, data.train):
+        progress.evaluated_since = progress.step
+    progress.forget_earlier_text()
+    if trainer["config"].get("metric_for_best_model") != config.metric_for_best_model:
+        progress.best_metric = progress.best_step = None
     progress.evaluation_is_due &= progress.evaluation_step != progress.step and config.eval_steps > 0
     recorded, now = trainer.get("choices", {}), plan.choices()
     changed = changed_settings(trainer["config"], config.to_dict())
