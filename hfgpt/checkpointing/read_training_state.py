@@ -81,7 +81,8 @@ def read_state(folder: Path, name: str) -> dict[str, Any]:
     try:
         state = json.loads(read_text_file(path))
         if name == "trainer_state" and isinstance(state, dict):
-            earlier = {"average": None, "sized_since": [0, 0], "evaluated_since": 0, "spike_window": None, "loss_watch": None}
+            earlier = {"average": None, "spike_window": None, "loss_watch": None}
+            earlier |= {"sized_since": [0, 0], "evaluated_since": 0}
             state = {**earlier, **state}  # as in checkpoints of earlier versions
             if isinstance(state["average"], dict):
                 state["average"] = {"first_step": 1, **state["average"]}

@@ -37,10 +37,8 @@ def plan(
         Literal["true", "false"] | None, Option("--gradient_checkpointing", help="true: recompute activations.")
     ] = None,
     optim: Annotated[Literal["adamw", "muon"] | None, Option("--optim", help="Default: adamw.")] = None,
-    ema_decay: Annotated[
-        float | None, Option("--ema_decay", parser=number(1), help="Keep an average of the weights.")
-    ] = None,
-    average_last: Annotated[float | None, Option("--average_last", parser=number(1), help="The same.")] = None,
+    ema_decay: Annotated[float | None, Option("--ema_decay", help="Keep an average of the weights.")] = None,
+    average_last: Annotated[float | None, Option("--average_last", help="The same.")] = None,
     processes: Annotated[
         int | None, Option("--processes", parser=whole(1), help="Processes, one per device; default: 1.")
     ] = None,

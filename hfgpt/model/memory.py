@@ -1,9 +1,10 @@
 """Memory of a training step, by part, from the model's configuration and how one process trains it.
 
 The bytes are counted from the tensors that exist at three moments of the backward pass: at the loss, at the last block,
-and at the embedding; and with Muon, at the update. On a CPU the counts are checked against the tensors that autograd keeps
-(tests/model/test_memory.py) and against resident memory (tests/benchmarks/memory.py, which also measures a GPU). They
-have not been measured on a GPU yet: whatever only a GPU has is taken from documentation, as noted where it is counted.
+and at the embedding; and with Muon, at the update. On a CPU the counts are checked against the tensors that autograd
+keeps (tests/model/test_memory.py) and against resident memory (tests/benchmarks/memory.py, which also measures a GPU).
+They have not been measured on a GPU yet: whatever only a GPU has is taken from documentation, as noted where it is
+counted.
 
 B batch, T sequence, C width, H heads, V vocabulary, N = B * T tokens of a micro-batch.
 """

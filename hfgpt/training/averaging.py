@@ -159,12 +159,12 @@ def describe_average(
     kind = "evenly (average_last)"
     if config.ema_decay is not None:
         reach = 1 / (1 - config.ema_decay)
-        kind = f"exponentially (ema_decay), over about the last {rounded(reach)}"
-        kind += f", which is more than the {steps:,} here" if reach > steps else ""
+        kind = f"exponentially (ema_decay) over about the last {rounded(reach)}"
+        kind += f", which is more than the {steps:,} here" if round(reach) > steps else ""
     span = f"steps {first:,} to {max_steps:,}" if steps > 1 else f"step {first:,} alone"
     size = average_bytes(model, setting) / 2**30
     memory = f"{rounded(size, 2)} GiB on each device, part of the memory below"
-    return f"of the weights after {span}, {kind}; {memory}; each evaluation from then on is made of both (eval_loss_ema)"
+    return f"of the weights after {span}, {kind}; {memory}; from then on evaluated beside the weights (eval_loss_ema)"
 
 
 def named_as_average(metrics: dict[str, Any]) -> dict[str, Any]:

@@ -115,6 +115,13 @@ def test_less_memory_by_recomputing_by_muon_and_by_more_processes():
     assert plain.optimizer - muon.optimizer == 4 * 12 * 12 * 768**2
     averaged = training_memory(config, gpu(8, accumulation=2, averaged=True))
     assert averaged.weights == 2 * plain.weights and averaged.peak - plain.peak == plain.weights
+    # The matrices that travel between 256 processes are larger than what the backward pass of one sequence keeps.
+    large = gpt2(n_layer=48, n_head=25, n_embd=1600)
+    setting = gpu(1, accumulation=2, optim="muon", processes=256)
+    matrix, many = 2 * 4 * 1600**2, training_memory(large, setting)  # bytes in bf16
+    update = StepBytes(large, setting).muon_workspace()
+    assert update == 2 * matrix + 257 * matrix + 258 * matrix
+    assert many.activations == many.logits == 0 and many.workspace == many.weights + update + 32 * 2**20
     alone, shared = (training_memory(config, gpu(8, processes=4, sharded=sharded)) for sharded in (False, True))
     assert alone.weights == 4 * shared.weights and alone.optimizer == 4 * shared.optimizer
     # Gradients are exchanged, and so shared, after the last micro-batch only.

@@ -154,6 +154,21 @@ def test_the_command_prints_one_object(monkeypatch, capsys):
     assert f"device   {CARD}, 11.7 GiB; bf16" in out and "chosen" in out and "0.4 of 80.2 TFLOP/s" in out
 
 
+def test_growing_steps_have_an_accumulation_for_each_stage_and_an_average_its_steps():
+    stages = [[0, 65536], [1_000_000_000, 131072], [3_000_000_000, 524288]]
+    planned = forecast(**{**STEP, "tokens_per_step": stages, "average_last": 0.2, "processes": 2})
+    lines = [" ".join(line.split()) for line in planned.lines()]
+    assert "8 x 4, 8, 32 8.37 chosen" in lines and "splits micro-batch x accumulation of each stage GiB" in lines
+    cut = next(one for one in planned.to_dict()["cuts"] if one["micro_batch"] == 8)
+    assert cut["accumulation"] is None and cut["accumulation_of_stages"] == [4, 8, 32]
+    first = planned.steps - round(0.2 * planned.steps) + 1
+    [average] = [line for line in lines if line.startswith("average")]
+    assert f"after steps {first:,} to {planned.steps:,}, evenly (average_last); 0.46 GiB on each device" in average
+    sharded = forecast(**{**STEP, "ema_decay": 0.9999, "max_tokens": 524288 * 9, "fsdp": True, "processes": 8})
+    assert "about the last 10,000, which is more than the 9 here; 0.058 GiB" in sharded.to_dict()["average"]
+    assert forecast(**STEP).to_dict()["average"] is None
+
+
 def test_precision_and_peak_follow_the_device():
     planned = forecast(**{**STEP, "device": "Tesla T4"})
     assert planned.device.precision.name == "fp16" and planned.device.peak.tflops == 65.0

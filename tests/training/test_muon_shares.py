@@ -134,7 +134,9 @@ def test_the_memory_of_an_update_is_that_of_the_plan(world_size, kind, precision
         parameters = matrices(kind)
         optimizer = muon.BatchedMuon([one for one in parameters if one.grad is not None], 1e-2, 0.1, 0.9)
         optimizer.step()
-        kept = [held for one in parameters for held in (one, one.grad, *optimizer.state[one].values()) if held is not None]
+        kept = [
+            held for one in parameters for held in (one, one.grad, *optimizer.state[one].values()) if held is not None
+        ]
         peak = Peak({muon_shares.held(one).untyped_storage()._cdata for one in kept})
         with peak:
             optimizer.step()
