@@ -81,7 +81,7 @@ def read_state(folder: Path, name: str) -> dict[str, Any]:
     try:
         state = json.loads(read_text_file(path))
         if name == "trainer_state" and isinstance(state, dict):
-            earlier = {"average": None, "spike_window": None, "loss_watch": None}
+            earlier: dict[str, Any] = {"average": None, "spike_window": None, "loss_watch": None}
             earlier |= {"sized_since": [0, 0], "evaluated_since": 0}
             state = {**earlier, **state}  # as in checkpoints of earlier versions
             if isinstance(state["average"], dict):

@@ -52,7 +52,7 @@ class Split:
 
     def to_dict(self, stages: list[tuple[int, int, int]]) -> dict[str, Any]:
         each = self.accumulations(stages)
-        sizes = {"micro_batch": self.batch.micro_batch, "accumulation": None if stages else each[0]}
+        sizes: dict[str, Any] = {"micro_batch": self.batch.micro_batch, "accumulation": None if stages else each[0]}
         sizes |= {"accumulation_of_stages": each} if stages else {}
         return {**sizes, "memory_bytes": self.memory.peak, "needed_bytes": self.needed_bytes, "fits": self.fits}
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hfgpt.distributed.device import native_precision
-from hfgpt.training.muon_shares import Round, Shares, held, plan_rounds
+from hfgpt.training.muon_shares import Pending, Round, Shares, held, plan_rounds
 
 
 class BatchedMuon(torch.optim.Muon):
@@ -35,9 +35,10 @@ class BatchedMuon(torch.optim.Muon):
         precision = native_precision(parameters[0].device)
         shares = Shares(torch.bfloat16 if precision == "bf16" else torch.float32)
         rounds = plan_rounds(parameters, shares.world_size)
-        collected, sent = shares.collect(rounds[0], self._add_gradients(rounds[0], shares, group)), None
+        collected: Pending | None = shares.collect(rounds[0], self._add_gradients(rounds[0], shares, group))
+        sent = None
         for now, following in zip_longest(rounds, rounds[1:]):
-            whole, collected = collected.wait(), None
+            whole, collected = cast(Pending, collected).wait(), None  # which frees what it was made from
             if following:
                 collected = shares.collect(following, self._add_gradients(following, shares, group))
             if now[shares.rank]:

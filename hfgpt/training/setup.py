@@ -133,7 +133,8 @@ def _prepare(
     )
     data.description += choose_micro_batch(config, machine, step, resumed, compiled.enabled)
     setting = machine.memory_setting(config, step.batch, compiled.enabled)
-    averaging = describe_average(config, max_steps, model.config, setting, average and average.begins)
+    begins = average.begins if average else None
+    averaging = describe_average(config, max_steps, model.config, setting, begins)
     plan = replace(plan, batch=step.batch, setting=setting, average=averaging)
     text = (data.train, position, ranks.rank, ranks.world_size)
     return TrainingRun(
