@@ -52,8 +52,8 @@ class Split:
 
     def to_dict(self, stages: list[tuple[int, int, int]]) -> dict[str, Any]:
         each = self.accumulations(stages)
-        sizes: dict[str, Any] = {"micro_batch": self.batch.micro_batch, "accumulation": None if stages else each[0]}
-        sizes |= {"accumulation_of_stages": each} if stages else {}
+        split = {"accumulation": None, "accumulation_of_stages": each} if stages else {"accumulation": each[0]}
+        sizes: dict[str, Any] = {"micro_batch": self.batch.micro_batch, **split}
         return {**sizes, "memory_bytes": self.memory.peak, "needed_bytes": self.needed_bytes, "fits": self.fits}
 
 
@@ -77,8 +77,7 @@ class Forecast:
         return next((split for split in reversed(self.splits) if split.fits), None)
 
     @property
-    def batch(self) -> Batch:
-        """The smallest split; tokens and processes are the same for all splits."""
+    def batch(self) -> Batch:  # of the smallest split; tokens and processes are the same for all
         return self.splits[0].batch
 
     @property
@@ -158,8 +157,8 @@ class Forecast:
         return lines or [missing + batch.of(self.sizes.blocks(0)).describe()]
 
     def _average(self) -> str:
-        shares, kind = self.batch.processes if self.fsdp else 1, self.device.type
-        setting = setting_of(self.config, self.batch, self.device.precision.name, shares, kind)
+        shares = self.batch.processes if self.fsdp else 1
+        setting = setting_of(self.config, self.batch, self.device.precision.name, shares, self.device.type)
         return describe_average(self.config, self.steps, self.model, setting)
 
     def _split_rows(self) -> list[tuple[str, str]]:
@@ -170,8 +169,8 @@ class Forecast:
         rows = [("splits", f"micro-batch x {title:<{width}} {'GiB':>10}")]
         for split, accumulation in zip(shown, each, strict=True):
             verdict = "chosen" if split is self.chosen else "fits" if split.fits else "too large"
-            gib = f"{split.needed_bytes / 2**30:>10,.2f}"
-            rows.append(("", f"{split.batch.micro_batch:>11,} x {accumulation:<{width}} {gib}  {verdict}"))
+            size = f"{split.batch.micro_batch:>11,} x {accumulation:<{width}}"
+            rows.append(("", f"{size} {split.needed_bytes / 2**30:>10,.2f}  {verdict}"))
         return rows
 
     def _time_rows(self) -> list[tuple[str, str]]:

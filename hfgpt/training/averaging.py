@@ -145,13 +145,13 @@ def build_average(config: PretrainConfig, max_steps: int, model: Any) -> WeightA
 
 
 def describe_average(
-    config: PretrainConfig, max_steps: int, model: GPT2Config, setting: Setting, begins: int | None = None
+    config: PretrainConfig, max_steps: int, model: GPT2Config, setting: Setting, average: WeightAverage | None = None
 ) -> str:
     """Return a line of the plan for the average: its steps, kind, memory and evaluations; empty if there is none.
 
-    begins: its first step, if it is not that of a new run.
+    average: that of the run; None is that of a new run.
     """
-    first = begins or first_averaged_step(config, max_steps)
+    first = average.begins if average else first_averaged_step(config, max_steps)
     if first is None:
         return ""
     if (steps := max_steps - first + 1) < 1:

@@ -133,8 +133,7 @@ def _prepare(
     )
     data.description += choose_micro_batch(config, machine, step, resumed, compiled.enabled)
     setting = machine.memory_setting(config, step.batch, compiled.enabled)
-    begins = average.begins if average else None
-    averaging = describe_average(config, max_steps, model.config, setting, begins)
+    averaging = describe_average(config, max_steps, model.config, setting, average)
     plan = replace(plan, batch=step.batch, setting=setting, average=averaging)
     text = (data.train, position, ranks.rank, ranks.world_size)
     return TrainingRun(

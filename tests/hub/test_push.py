@@ -148,10 +148,12 @@ def test_the_card_has_no_metric_of_another_step_and_no_path(folder):
     trainer, fingerprint = facts(folder, **paths)
     fingerprint = {key: value for key, value in fingerprint.items() if not key.startswith("dataset.file ")}
     card = ModelCard(model_card({}, fingerprint, {**trainer, "evaluation_step": 1}))
-    assert card.data.eval_results is None and "at step 1, not on this model" in card.text
+    assert card.data.eval_results is None and "during the run. The weights of step 1, on " in card.text
     assert "alice" not in card.content and card.data.base_model is None
     assert "| initial weights | those of model |" in card.text
-    assert "not evaluated" in model_card({}, fingerprint, {**trainer, "evaluation": None})
+    none = {**trainer, "evaluation": None}
+    assert "was not evaluated." in model_card({}, fingerprint, {**none, "evaluation_step": 0})
+    assert "at this step was not finite" in model_card({}, fingerprint, none)
 
 
 @pytest.mark.parametrize(
