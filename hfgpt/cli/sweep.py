@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -241,4 +242,5 @@ def _last_line(log: Path, start: int) -> str:
     lines = log.read_bytes()[start:][-100_000:].decode(errors="replace").split("\n")
     lines = [line.strip() for line in lines if line.strip()]
     errors = [line for line in lines if line.startswith("error: ")]  # a launcher's own lines may follow
+    errors = errors or [line for line in lines if re.match(r"[\w.]+(Error|Exception): ", line)]
     return (errors or lines or ["no output"])[-1].removeprefix("error: ")[:LONGEST_CAUSE]

@@ -267,6 +267,14 @@ def test_a_failed_point_is_recorded_and_the_others_run(recipe, run, tmp_path):
     assert stored["exit_code"] == 2 and "tokens_per_step=100 is not a multiple" in stored["error"]
 
 
+def test_the_cause_of_a_failure_is_that_of_the_newest_run(tmp_path):
+    log = tmp_path / "log"
+    log.write_text(before := "error: an earlier one\n")
+    log.write_text(f"{before}Traceback\nImportError: no x\nlauncher.ChildFailedError:\n=====\n")
+    assert sweep._last_line(log, len(before)) == "ImportError: no x"
+    assert sweep._last_line(log, 0) == "an earlier one"
+
+
 def test_a_point_that_another_sweep_has_finished_meanwhile_is_finished(recipe, run, tmp_path, monkeypatch):
     def launch(command, log, signals):
         code = launch_here(command, log, signals)  # of the other sweep, which took the folder first
