@@ -15,7 +15,8 @@ OTHERS = {
     "train.py",
     "run_clm.py",
     "convert_hf_to_gguf.py",
-}  # the user's, or those of other projects
+    "sweep.csv",
+}  # the user's, those of other projects, and what hfgpt writes
 
 
 def slug(heading: str) -> str:

@@ -295,7 +295,6 @@ def _read_progress(folder: Path, facts: dict[str, Any]) -> _Progress | None:
 
 def _read_sidecar(folder: Path) -> dict[str, Any]:
     try:
-        content = json.loads((folder / SIDECAR).read_text(encoding="utf-8"))
-    except ValueError as error:
+        return dict(json.loads((folder / SIDECAR).read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
         raise UserError(f"folder {folder}: {SIDECAR} is not JSON ({error}); give a new folder") from error
-    return dict(content)

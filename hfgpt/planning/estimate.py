@@ -53,8 +53,8 @@ class Split:
     def to_dict(self, stages: list[tuple[int, int, int]]) -> dict[str, Any]:
         each = self.accumulations(stages)
         split = {"accumulation": None, "accumulation_of_stages": each} if stages else {"accumulation": each[0]}
-        sizes: dict[str, Any] = {"micro_batch": self.batch.micro_batch, **split}
-        return {**sizes, "memory_bytes": self.memory.peak, "needed_bytes": self.needed_bytes, "fits": self.fits}
+        memory = {"memory_bytes": self.memory.peak, "needed_bytes": self.needed_bytes, "fits": self.fits}
+        return {"micro_batch": self.batch.micro_batch, **split, **memory}
 
 
 @dataclass(frozen=True)
@@ -162,12 +162,11 @@ class Forecast:
         return describe_average(self.config, self.steps, self.model, setting)
 
     def _split_rows(self) -> list[tuple[str, str]]:
-        shown = self.splits[-8:]
-        each = [", ".join(f"{number:,}" for number in split.accumulations(self.stages)) for split in shown]
+        each = [", ".join(f"{number:,}" for number in split.accumulations(self.stages)) for split in self.splits[-8:]]
         title = "accumulation of each stage" if self.stages else "accumulation"
         width = max(map(len, [*each, title]))
         rows = [("splits", f"micro-batch x {title:<{width}} {'GiB':>10}")]
-        for split, accumulation in zip(shown, each, strict=True):
+        for split, accumulation in zip(self.splits[-8:], each, strict=True):
             verdict = "chosen" if split is self.chosen else "fits" if split.fits else "too large"
             size = f"{split.batch.micro_batch:>11,} x {accumulation:<{width}}"
             rows.append(("", f"{size} {split.needed_bytes / 2**30:>10,.2f}  {verdict}"))

@@ -57,3 +57,12 @@ def evaluate(run: TrainingRun) -> dict[str, Any] | None:
         run.callbacks.control.should_save |= is_best and run.config.save_best
         run.record(**metrics)
     return metrics
+
+
+def note_average(run: TrainingRun) -> dict[str, Any]:
+    """Return what the record of the end says of the average of the weights; print why there is none."""
+    if not run.average:
+        return {}
+    if run.is_main and (why := run.average.why_unused(run.progress.evaluation, run.progress.step)):
+        print(why, flush=True)
+    return {"average": run.average.state(run.progress.evaluation)}

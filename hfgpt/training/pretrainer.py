@@ -20,7 +20,7 @@ from hfgpt.hub.push import push_trained
 from hfgpt.messages.safe_output import safe
 from hfgpt.messages.slow_progress import SlowWork
 from hfgpt.training.attempts import attempts, fit_micro_batch
-from hfgpt.training.evaluating import evaluate
+from hfgpt.training.evaluating import evaluate, note_average
 from hfgpt.training.failures import how_to_continue, saved_on_failure
 from hfgpt.training.non_finite import Step
 from hfgpt.training.parameter_groups import own_learning_rates
@@ -220,10 +220,9 @@ def complete(run: TrainingRun) -> None:
 def stop(run: TrainingRun, fault: Exception) -> NoReturn:
     """Save, and raise a RunError that says how to continue. Call on all processes."""
     finish(run, fault=str(fault))
-    step = run.progress.step
-    lost = f"; step {step} is not saved" if run.saver.failures else ""
-    message = f"{fault}; ended after step {step}{lost}; {how_to_continue(run)}"
-    raise RunError(message, getattr(fault, "exit_code", 1))
+    step = f"step {run.progress.step}"
+    lost = f"; {step} is not saved" if run.saver.failures else ""
+    raise RunError(f"{fault}; ended after {step}{lost}; {how_to_continue(run)}", getattr(fault, "exit_code", 1))
 
 
 def finish(run: TrainingRun, fault: str | None = None) -> None:
@@ -234,17 +233,13 @@ def finish(run: TrainingRun, fault: str | None = None) -> None:
     if run.progress.step not in (0, run.saver.saved_step):
         save(run, at_end=True)
     note_saved(run, wait=True, at_end=True)
-    average = run.average and run.average.state(run.progress.evaluation)
-    if run.average and run.is_main and (why := run.average.why_unused(run.progress.evaluation, run.progress.step)):
-        print(why, flush=True)
     run.machine.accelerator.wait_for_everyone()
     run.callbacks.call("on_train_end")
     run.machine.ranks.disconnect()
     run.machine.accelerator.end_training()
     finish_pushes(run, is_stopped=fault is not None)
     record_lost_output(run)
-    kept = {"average": average} if average else {}
-    run.record(event="end", skipped_rows=dict(run.progress.skipped_rows), fault=fault, **kept)
+    run.record(event="end", skipped_rows=dict(run.progress.skipped_rows), fault=fault, **note_average(run))
     write_report(run)
     run.has_ended = True
     if run.progress.skipped_rows and run.is_main:
