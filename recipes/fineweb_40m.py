@@ -17,8 +17,8 @@ CONFIG = {
     "tokens_per_step": 524_288,  # 16 x 1024 x 32 on one card
     "per_device_train_batch_size": 16,
     "max_tokens": 10_000_000_000,
-    "learning_rate": 1e-3,
-    "min_learning_rate": 1e-4,
+    "optim": "muon",
+    "learning_rate": 6e-3,
     "warmup_steps": 700,  # 367 M tokens, about 4 % of the run
     "adam_beta2": 0.95,
     "weight_decay": 0.1,
