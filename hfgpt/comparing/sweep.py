@@ -112,7 +112,7 @@ def _notes(metric: str | None, points: Sequence[SweptRun], ranked: Sequence[dict
     """Return what the losses of a sweep do not show."""
     notes = []
     if metric != OF_AVERAGE and any(point.run and len(point.run.curve(OF_AVERAGE)) for point in points):
-        fix = f"--metric_for_best_model {OF_AVERAGE} (with --ema_decay) ranks by them"
+        fix = f"--average_last of all points, or --ema_decay with --metric_for_best_model {OF_AVERAGE}, ranks by them"
         notes.append(f"losses are those of the last weights, not of their averages; {fix}")
     if others := _differ_unswept(points):
         notes.append(f"points also differ in what is not swept: {', '.join(others)}")
@@ -156,8 +156,10 @@ def _choose_metric(runs: list[PastRun]) -> tuple[str | None, str | None]:
         for kind, reasons in reservations(first, other).items():
             unlike[kind] += reasons
     comparable = all(loss_per_token_is_comparable(first, other)[0] for other in others)
-    is_stated = all(run.settings.get("metric_for_best_model") == OF_AVERAGE for run in runs)
-    per_token = [*([OF_AVERAGE] if is_stated else []), "eval_loss", "end_loss"]
+    # An average of the last steps cannot be stated as a metric, as it does not exist before them.
+    settings = [(run.settings.get("metric_for_best_model"), run.settings.get("average_last")) for run in runs]
+    by_average = all(metric == OF_AVERAGE or last is not None for metric, last in settings)
+    per_token = [*([OF_AVERAGE] if by_average else []), "eval_loss", "end_loss"]
     for metric in per_token if comparable else ["eval_bits_per_byte"]:
         kind = "training" if metric == "end_loss" else "evaluation"
         has_all = all(len(run.curve("loss" if metric == "end_loss" else metric)) for run in runs)

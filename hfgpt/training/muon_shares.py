@@ -12,6 +12,8 @@ from torch.distributed.tensor import DTensor
 
 from hfgpt.model.memory import BATCH_ELEMENTS
 
+# torch 2.13 renamed it, and warns of the earlier name.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 Round = list[list[nn.Parameter]]  # by rank: matrices of one shape that it orthogonalizes at once; none at the end
 
 
@@ -94,7 +96,7 @@ class Shares:
         if whole is not None:
             padded[: whole.numel()] = whole.flatten()
         received = padded.new_empty(self.world_size * len(padded))
-        work = dist.all_gather_into_tensor(received, padded, async_op=True)
+        work = _all_gather(received, padded, async_op=True)
         by_rank = zip(received.split(len(padded)), sizes, shapes, strict=True)
         parts = [sent[:size].view(shape) for sent, size, shape in by_rank]
         return Pending(work, lambda: parts, padded)

@@ -204,15 +204,20 @@ def test_best_point_and_noise_over_seeds(swept):
 
 
 def test_averages_rank_if_they_are_stated_and_otherwise_are_noted(recipe, run, tmp_path):
-    for flags, metric in ([], "eval_loss"), (["--metric_for_best_model", "eval_loss_ema"], "eval_loss_ema"):
-        _, out, _ = run(recipe, "--ema_decay", "0.5,0.9", *flags, "--json", "--output_dir", tmp_path / metric)
+    of_average = "eval_loss_ema"
+    for flags, metric in (
+        (["--ema_decay", "0.5,0.9"], "eval_loss"),
+        (["--ema_decay", "0.5,0.9", "--metric_for_best_model", of_average], of_average),
+        (["--average_last", "0.4,0.9"], of_average),
+    ):
+        _, out, _ = run(recipe, *flags, "--json", "--output_dir", tmp_path / flags[0] / metric)
         result = json.loads(out)
         assert result["metric"] == metric
         ends = {point["path"]: lines(Path(point["path"]), metric)[-1][metric] for point in result["points"]}
         assert [point["loss"] for point in result["points"]] == list(ends.values())
         assert result["groups"][0]["value"] == min(ends.values())
         assert ("not of their averages" in result["notes"][0]) == (metric == "eval_loss")
-        assert "other seeds may differ" in result["notes"][-1] and f"note: {result['notes'][-1]}" in as_text(result)
+        assert "--seed 1,2,3" in result["notes"][-1] and f"note: {result['notes'][-1]}" in as_text(result)
     assert len(set(ends.values())) == 2
 
 
