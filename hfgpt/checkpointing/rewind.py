@@ -71,8 +71,7 @@ def rewind_records(run: RunFolder, step: int, rollback: dict[str, Any] | None = 
         for line in content.splitlines(keepends=True):
             record = parse_record(line)
             if record is not None and line.endswith(b"\n"):
-                # A save ends while later steps run; its record stays with the checkpoint.
-                (kept if record.get("checkpoint_step", record["step"]) <= step else dropped).append(line)
+                (kept if record["step"] <= step else dropped).append(line)
         if rollback and path == run.metrics:
             _keep_abandoned(run, rollback["number"], dropped)
         elif rollback and kept:

@@ -261,7 +261,7 @@ class RunFolder:
     def drop_unwritten(self, step: int) -> None:
         """Forget lines of steps after `step` that could not be written yet."""
         for lines in self._unwritten.values():
-            lines[:] = [line for line in lines if (one := json.loads(line)).get("checkpoint_step", one["step"]) <= step]
+            lines[:] = [line for line in lines if json.loads(line)["step"] <= step]
 
     def copy_records(self, other: Path) -> None:
         """Copy the records of the run in `other`, which continues here."""
