@@ -132,7 +132,7 @@ def stream(request, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         if kind == "mixed":  # one in memory, one streamed
             sizes = [sum(file.stat().st_size for file in (folder / name).iterdir()) for name in texts]
-            patch.setattr("hfgpt.data.prepare.IN_MEMORY_BYTES", min(sizes))
+            patch.setattr("hfgpt.data.prepare_text.IN_MEMORY_BYTES", min(sizes))
             settings["streaming"] = "auto"
         return prepare_data(PretrainConfig(**settings), GROWING).train
 

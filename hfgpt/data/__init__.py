@@ -8,13 +8,13 @@ tokenization.py    the tokenizer; encoding.py turns documents into ids
 memory_blocks.py   blocks of a text in memory; document_stream.py does it for a text of any size
 mixture.py         exact shares of several of these
 loader.py          each process's share of each step
-prepare.py         combines all of this for a new run; prepare_mixture.py for several texts; run_text.py for a run that
+prepare.py         combines all of this for a new run, with prepare_text.py for each text; run_text.py for a run that
                    is resumed, audited or verified
 """
 
 from hfgpt.data.encoding import describe_skipped
-from hfgpt.data.prepare import TextData
-from hfgpt.data.prepare_mixture import prepare_data
+from hfgpt.data.prepare import prepare_data
+from hfgpt.data.prepare_text import TextData
 from hfgpt.data.run_text import prepare_data_of_run
 
 __all__ = ["TextData", "describe_skipped", "prepare_data", "prepare_data_of_run"]

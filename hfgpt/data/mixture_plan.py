@@ -13,7 +13,7 @@ from hfgpt.data.document_stream import DocumentStream
 from hfgpt.data.formats.tokens.reading import TokenFiles
 from hfgpt.data.memory_blocks import MemoryBlocks
 from hfgpt.data.mixture import MixedStream
-from hfgpt.data.prepare import TextData
+from hfgpt.data.prepare_text import TextData
 from hfgpt.errors import UserError
 from hfgpt.messages.formats import rounded
 

@@ -1,295 +1,201 @@
-"""Prepare the text of a run for training."""
+"""Prepare the text of a run for training: one text, a mixture, or several named evaluation texts."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import xxhash
 from transformers import PreTrainedTokenizerFast
 
 from hfgpt.config import PretrainConfig
+from hfgpt.data import embedded, prepare_text
 from hfgpt.data.document_stream import DocumentStream
-from hfgpt.data.encoding import Document, Encoder, describe_skipped, first_documents, first_tokens
-from hfgpt.data.eval_source import source_options
-from hfgpt.data.held_out import HeldOut, hold_out
-from hfgpt.data.local_files import refuse_inside
+from hfgpt.data.encoding import describe_skipped, first_tokens
+from hfgpt.data.held_out import HeldOut, open_evaluation_text
+from hfgpt.data.local_files import local_files
 from hfgpt.data.memory_blocks import MemoryBlocks
 from hfgpt.data.mixture import MixedStream
-from hfgpt.data.open_source import Earlier, open_source
-from hfgpt.data.permutation import permutation
+from hfgpt.data.position import SOURCE, of_source
+from hfgpt.data.prepare_text import OpenText, TextData
 from hfgpt.data.run_tokenizer import RunTokenizer
-from hfgpt.data.source import Source, hashes_of_pieces, read_documents, read_shuffled, text_hash
-from hfgpt.data.units import IN_MEMORY_BYTES, Row
-from hfgpt.data.unusable import no_documents, note_on_text, note_unusable
-from hfgpt.distributed.cpu import available_cores
 from hfgpt.errors import UserError
-from hfgpt.messages.formats import counted
-from hfgpt.messages.slow_progress import SlowWork
+from hfgpt.settings.mixture import MixtureSource
 from hfgpt.settings.step_sizes import StepSizes
 
-CHARACTER_SCAN_BYTES = 256 * 2**20
-# Compressed files are held in memory if they unpack to at most this many times IN_MEMORY_BYTES.
-LARGEST_RATIO = 16
-
-
-@dataclass
-class TextData:
-    """Text ready to train on.
-
-    `validation`, and a `train_sample` of training text if requested: one run of int32 tokens each.
-    `validation_bytes`: UTF-8 bytes of all validation tokens except the first; None if unknown. `description`: lines for
-    the plan. `skipped`: rows skipped so far, and what the tokenizer does not represent, by reason; a document stream
-    counts its own with each step. `validation_documents`: number of different ones. `named_validation`: the parts of
-    `validation` that are evaluated by name, each with its bytes. `tokenizer_name`: the setting, or what tokens that are
-    ready name as theirs.
-    """
-
-    tokenizer: PreTrainedTokenizerFast
-    train: MemoryBlocks | DocumentStream | MixedStream
-    validation: np.ndarray
-    train_sample: np.ndarray | None
-    validation_bytes: int | None
-    description: list[str]
-    skipped: Counter[str]
-    validation_documents: int
-    tokenizer_name: str
-    named_validation: dict[str, tuple[np.ndarray, int | None]] = field(default_factory=dict)
-
-
-@dataclass
-class OpenText:
-    """One text after its validation text was held out, before it is encoded.
-
-    `documents`: all of them if the text is in memory, None for a document stream. `training`: the units for training.
-    `notes`: for the plan.
-    """
-
-    config: PretrainConfig
-    source: Source
-    documents: list[Row] | None
-    held_out: HeldOut
-    training: Source
-    skipped: Counter[str]
-    notes: list[str]
-
-    def describe(self) -> list[str]:
-        return [self.source.description, *self.notes]
-
-    def exclude(self, hashes: frozenset[int]) -> None:
-        """Leave out documents with these hashes from training."""
-        self.training = dataclasses.replace(self.training, exclude=hashes)
-        kept = [text for text in self.held_out.documents if text_hash(text) not in hashes]
-        self.skipped += Counter(in_validation=len(self.held_out.documents) - len(kept))
-        self.held_out.documents = kept
-
-
-def exclude_evaluated(texts: Sequence[OpenText], evaluated: Iterable[HeldOut], tokenizer: RunTokenizer) -> None:
-    """Leave out documents of evaluation texts from training, also where one has the tokens of what the other has."""
-    evaluated = list(evaluated)
-    hashes = frozenset[int]().union(*(held_out.exclude for held_out in evaluated))
-    rows = [row for held_out in evaluated for row in held_out.whole_documents]
-    kinds = {text.source.has_tokens for text in texts}
-    copies = {has_tokens: tokenizer.hashes_of_copies(rows, as_tokens=has_tokens) for has_tokens in kinds}
-    for text in texts:
-        size = text.source.fingerprint.get("text_pieces")  # into which a stream splits txt files
-        pieces = (
-            hashes_of_pieces(one.source, size, sum(map(len, one.validation)))
-            for one in evaluated
-            if size and one.source and not one.source.has_tokens
-        )
-        text.exclude(hashes.union(copies[text.source.has_tokens], *pieces))
-
-
-def open_text(
-    config: PretrainConfig, source: Source, tokenizer: RunTokenizer, saved: dict[str, Any] | None
-) -> OpenText:
-    """Decide whether the text of an opened source is held in memory, and hold out validation text."""
-    source = tokenizer.readable(source, f"dataset={config.dataset}")
-    in_memory = _fits_memory(source) if config.streaming == "auto" else not config.streaming
-    if config.tokenizer == "char" and not tokenizer.is_loaded and source.size_bytes > CHARACTER_SCAN_BYTES:
-        raise UserError("tokenizer=char: needs all of the text in memory, and this text is too large; use bpe-4096")
-    if not in_memory:
-        source = source.split_for_stream()
-    skipped = +Counter(bad_file=source.skipped_files)
-    documents = _read_all(config, source, skipped) if in_memory else None
-    with SlowWork("reading the held-out text"):
-        held_out = hold_out(config, source, documents, (saved or {}).get("held_out"), tokenizer.readable)
-    notes = note_on_text(source, documents, skipped)
-    skipped.update({f"eval_{reason}": count for reason, count in held_out.skipped.items()})
-    training = dataclasses.replace(source, units=held_out.units, training_size=held_out.size)
-    return OpenText(config, source, documents, held_out, training, skipped, notes)
-
-
-def build_stream(text: OpenText, encoder: Encoder, sizes: StepSizes) -> tuple[MemoryBlocks | DocumentStream, str]:
-    """Return the stream of a text, and its description."""
-    fingerprint = _fingerprint(text.config, text.source, encoder, text.held_out, sizes)
-    if text.documents is not None:
-        return _memory_blocks(encoder, text.held_out.documents, fingerprint, text.skipped, sizes)
-    fingerprint["stream"] = "documents"
-    shape = fingerprint["seed"], fingerprint["sequence_length"], sizes
-    train = DocumentStream(text.training, encoder, *shape, fingerprint)
-    units = counted(len(text.source.units), "file" if text.source.by_file else "unit")
-    return train, f"document stream: {units} over {train.streams} streams"
+T = TypeVar("T")
+Streams = dict[str, MemoryBlocks | DocumentStream]
+_HELD_OUT_OF_EACH = "the last tenth of each source"
+# Keys of a source's fingerprint that the mixture has in common.
+_SHARED = ("tokenizer", "seed", "sequence_length", "blocks_per_step")
 
 
 def prepare_data(
     config: PretrainConfig,
-    sizes: StepSizes,
+    blocks_per_step: int | StepSizes,
     tokenizer: PreTrainedTokenizerFast | None = None,
     saved: dict[str, Any] | None = None,
 ) -> TextData:
     """Open the text, hold out validation text, load or train the tokenizer (unless given), and build the stream.
 
     `streaming`: True for a document stream, False for blocks in memory, "auto" for memory if local or embedded text has
-    at most 16 MiB. Without `eval_dataset`, the last tenth of the text is held out. Training never sees a validation
-    document, nor an exact copy of one. `saved`: the fingerprint of a run being resumed, whose text is opened
-    by the same rules. Raises UserError for text that is missing or unusable. Writes nothing.
+    at most 16 MiB. Without `eval_dataset`, the last tenth of the text is held out; of a mixture, that of each source,
+    to be evaluated under its name. Training never sees a validation document, nor an exact copy of one. `saved`: the
+    fingerprint of a run being resumed, whose text is opened by the same rules. Raises UserError for text that is
+    missing or unusable. Writes nothing.
     """
-    source = open_training_source(config, saved)
-    of_run = RunTokenizer(config, {"": source}, tokenizer)
-    text = open_text(config := of_run.config, source, of_run, saved)
-    exclude_evaluated([text], [text.held_out], of_run)
-    tokenizer, encoder = of_run.load(documents_for_tokenizer(config, [text])), of_run.encoder
-    train, how = build_stream(text, encoder, sizes)
-    source, held_out, skipped, shuffled = text.source, text.held_out, text.skipped, shuffled_documents(text)
-    validation, validation_bytes, lines = encode_validation(config, encoder, held_out, skipped)
+    sizes = StepSizes.of(blocks_per_step, config.sequence_length)
+
+    def saved_of(name: str) -> dict[str, Any] | None:
+        return saved if config.mixture is None else of_source(saved, name)
+
+    sources = _of_each(config, lambda name, own: prepare_text.open_training_source(own, saved_of(name)))
+    of_run = RunTokenizer(config, sources, tokenizer)
+    config = of_run.config
+    opened = _of_each(config, lambda name, own: prepare_text.open_text(own, sources[name], of_run, saved_of(name)))
+    texts, evaluated = list(opened.values()), _evaluation_texts(config, opened, of_run)
+    prepare_text.exclude_evaluated(texts, evaluated.values(), of_run)
+    tokenizer, encoder = of_run.load(prepare_text.documents_for_tokenizer(config, texts)), of_run.encoder
+    streams, how = Streams(), []
+    for name, text in opened.items():
+        streams[name], of_stream = _named(_source(name), partial(prepare_text.build_stream, text, encoder, sizes))
+        how.append(f"training: {_prefix(name)}{of_stream}")
+    train = _combine(config, streams, evaluated)
+    skipped = sum((text.skipped for text in texts), Counter[str]())
+    named, lines = {}, []
+    for name, held_out in evaluated.items():
+        encode = partial(prepare_text.encode_validation, config, encoder, held_out, skipped)
+        full_name = f"eval_dataset.{name}" if config.evaluation_texts else _source(name)
+        tokens, token_bytes, of_text = _named(full_name, encode)
+        named[name] = tokens, token_bytes
+        for line in of_text:
+            if not line.startswith("documents:"):
+                lines.append(f"{_prefix(name)}{line}")
+            elif line not in lines:  # of the tokenizer, the same for all texts
+                lines.append(line)
+    validation = np.concatenate([tokens for tokens, _ in named.values()])
+    shuffled = chain.from_iterable(map(prepare_text.shuffled_documents, texts))
     return TextData(
         tokenizer=tokenizer,
         train=train,
         validation=validation,
         train_sample=first_tokens(encoder, shuffled, len(validation)) if config.eval_train else None,
-        validation_bytes=validation_bytes,
+        validation_bytes=named[""][1] if "" in named else None,
         description=[
-            source.description,
-            *text.notes,
+            *(f"{_prefix(name)}{line}" for name, text in opened.items() for line in text.describe()),
             *of_run.describe(),
-            f"training: {how}",
+            *how,
             *lines,
             *(f"so far, {line}" for line in describe_skipped(skipped)),
         ],
         skipped=skipped,
-        validation_documents=len(held_out.hashes),
+        validation_documents=len(frozenset[int]().union(*(text.hashes for text in evaluated.values()))),
         tokenizer_name=config.tokenizer,
+        named_validation={} if "" in named else named,
     )
 
 
-def open_training_source(config: PretrainConfig, saved: dict[str, Any] | None) -> Source:
-    assert isinstance(config.dataset, str)  # noqa: S101 the settings of one text
-    refuse_inside(f"output_dir={config.output_dir}", config.output_dir, config.dataset)
-    hub = config.dataset_name, config.dataset_split, config.dataset_revision
-    return open_source(config.dataset, *hub, **source_options(config), as_earlier=Earlier.of(saved))
+def _prefix(name: str) -> str:
+    return f"{name}: " if name else ""
 
 
-def _fits_memory(source: Source) -> bool:
-    unpacked_bytes = sum(unit.size_bytes for unit in source.units)
-    is_small = source.size_bytes <= IN_MEMORY_BYTES and unpacked_bytes <= LARGEST_RATIO * IN_MEMORY_BYTES
-    return source.is_local and is_small
+def _source(name: str) -> str:
+    return f"source {name}" if name else ""
 
 
-def _read_all(config: PretrainConfig, source: Source, skipped: Counter[str]) -> list[Row]:
-    with SlowWork("reading the text", "documents") as work:
-        documents = list(work.count(read_documents(source, source.units, skipped)))
-    if not documents:
-        raise no_documents(f"dataset={config.dataset}", skipped)
-    return documents
+def _named(name: str, make: Callable[[], T]) -> T:
+    """Call `make`, and put the name of the text before its errors."""
+    try:
+        return make()
+    except UserError as error:
+        if not name:
+            raise
+        raise UserError(*(f"{name}: {problem}" for problem in error.problems)) from error
 
 
-def documents_for_tokenizer(config: PretrainConfig, texts: Iterable[OpenText]) -> Iterable[Row]:
-    """Return the documents that a tokenizer is trained on: the whole texts for char, their training parts for bpe-N."""
-    return chain.from_iterable(_documents_for_tokenizer(text, config.tokenizer == "char") for text in texts)
+def _of_each(config: PretrainConfig, make: Callable[[str, PretrainConfig], T]) -> dict[str, T]:
+    """Call `make` with the name and settings of each source, or of the only text, whose name is empty.
 
-
-def _documents_for_tokenizer(text: OpenText, whole: bool) -> Iterable[Row]:
-    if text.documents is not None:
-        return text.documents if whole else text.held_out.documents
-    # Units in random order, so that the first ones are a representative sample.
-    return read_shuffled(text.source if whole else text.training, text.config.seed)
-
-
-def shuffled_documents(text: OpenText) -> Iterable[Row]:
-    """Return the training documents in a fixed random order."""
-    if text.documents is None:
-        return read_shuffled(text.training, text.config.seed)
-    kept = text.held_out.documents
-    return (kept[i] for i in permutation(len(kept), text.config.seed))
-
-
-def _fingerprint(
-    config: PretrainConfig, source: Source, encoder: Encoder, held_out: HeldOut, sizes: StepSizes
-) -> dict[str, Any]:
-    """Return everything that determines the tokens and their order. It is recorded, and compared on resume."""
-    return {
-        **{f"dataset.{key}": value for key, value in source.fingerprint.items()},
-        "tokenizer": encoder.fingerprint,
-        "held_out": held_out.rule,
-        "seed": config.seed,
-        "sequence_length": config.sequence_length,
-        "blocks_per_step": sizes.to_json(),
-        "held_out.hash": xxhash.xxh3_64_hexdigest(np.array(sorted(held_out.hashes), "<u8").tobytes()),
-    }
-
-
-def _memory_blocks(
-    encoder: Encoder, texts: list[Row], fingerprint: dict[str, Any], skipped: Counter[str], sizes: StepSizes
-) -> tuple[MemoryBlocks, str]:
-    """Return the stream of a text in memory, and its description. Counts what the tokenizer loses in `skipped`."""
-    documents = _encode(encoder, texts)
-    skipped.update(_losses(documents))
-    tokens = encoder.joined(documents)
-    if skipped["in_validation"] and len(tokens) <= fingerprint["sequence_length"]:
-        raise UserError(
-            f"dataset: {len(tokens):,} training tokens are left, fewer than one block: {skipped['in_validation']:,} "
-            "documents are also in the validation text; give another eval_dataset or more text"
-        )
-    tokens_hash = xxhash.xxh3_64_hexdigest(tokens.tobytes())
-    fingerprint |= {"stream": "memory", "tokens": len(tokens), "tokens_hash": tokens_hash}
-    train = MemoryBlocks(tokens, fingerprint["seed"], fingerprint["sequence_length"], sizes, fingerprint)
-    blocks = f"{train.blocks_per_epoch:,} blocks an epoch"
-    return train, f"in memory: {counted(len(texts), 'document')}, {len(tokens):,} tokens, {blocks}"
-
-
-def encode_validation(
-    config: PretrainConfig, encoder: Encoder, held_out: HeldOut, skipped: Counter[str]
-) -> tuple[np.ndarray, int | None, list[str]]:
-    """Return the validation tokens, their bytes without the first token, and lines for the plan.
-
-    Counts what the tokenizer loses in the documents used in `skipped`.
+    Raises the problems of all of them at once.
     """
-    enough = None if config.eval_tokens is None else config.eval_tokens + 1
-    encoded = _encode(encoder, held_out.validation)
-    used = first_documents(encoded, enough)
-    skipped.update({f"eval_{reason}": count for reason, count in _losses(used).items()})
-    tokens = encoder.joined(used)
-    is_limited = enough is not None and (len(used) < len(encoded) or len(tokens) > enough)
-    first = f", the first {config.eval_tokens:,} tokens (eval_tokens)" if is_limited else ""
-    tokens, lengths = tokens[:enough], encoder.byte_lengths(used)
-    if len(tokens) < 2:
-        key = "dataset" if config.eval_dataset is None else "eval_dataset"
-        hint = "give an eval_dataset with more text"
-        raise UserError(f"{key}: fewer than two tokens for evaluation ({held_out.origin}); {hint}")
-    documents = counted(len(used), "document")
-    lines = [
-        f"validation: {len(tokens):,} tokens of {documents}, {held_out.origin}{first}",
-        *note_unusable(len(held_out.validation), held_out.skipped, "the validation text"),
-        f"documents: {encoder.rule()}",
-        *([f"bits per byte: null, because {why}"] if (why := encoder.why_no_bytes(used)) else []),
-    ]
-    return tokens, None if lengths is None else int(lengths[1 : len(tokens)].sum()), lines
+    sources = config.mixture.sources if config.mixture else [MixtureSource("", {})]
+    made: dict[str, T] = {}
+    problems: list[str] = []
+    for source in sources:
+        own = config.of_text(source.settings) if config.mixture else config
+        try:
+            made[source.name] = _named(_source(source.name), partial(make, source.name, own))
+        except UserError as error:
+            if not config.mixture:
+                raise
+            problems += error.problems
+    if problems:
+        raise UserError(*problems)
+    return made
 
 
-def _encode(encoder: Encoder, texts: list[Row]) -> list[Document]:
-    groups = [texts[start : start + 64] for start in range(0, len(texts), 64)]
-    # Encoding releases the interpreter lock.
-    with ThreadPoolExecutor(available_cores()) as pool, SlowWork("tokenizing", "documents", len(texts)) as work:
-        return list(work.count(chain.from_iterable(pool.map(encoder.documents, groups))))
+def _evaluation_texts(
+    config: PretrainConfig, opened: dict[str, OpenText], tokenizer: RunTokenizer
+) -> dict[str, HeldOut]:
+    """Return the evaluation texts by name: those of `eval_dataset`, or what was held out of each source."""
+    if config.eval_dataset is None or (config.mixture is None and not config.evaluation_texts):
+        return {name: text.held_out for name, text in opened.items()}
+    if isinstance(config.eval_dataset, dict):
+        only = None if config.mixture else opened[""].source
+        named = config.evaluation_texts.items()
+        return {
+            name: open_evaluation_text(name, settings, config, only, tokenizer.readable) for name, settings in named
+        }
+    name = config.eval_dataset
+    if name != embedded.NAME and local_files(name) is None and "/" not in name:
+        raise UserError(
+            f"eval_dataset={name}: no such file or folder; for a split of one of the sources, give "
+            f"{{{name}: {{dataset: .., dataset_split: {name}}}}}"
+        )
+    return {"": open_evaluation_text("", {"dataset": name}, config, None, tokenizer.readable)}
 
 
-def _losses(documents: list[Document]) -> Counter[str]:
-    return sum((document.lost for document in documents if document.lost), Counter[str]())
+def _combine(
+    config: PretrainConfig, streams: Streams, evaluated: dict[str, HeldOut]
+) -> MemoryBlocks | DocumentStream | MixedStream:
+    """Return the stream of a mixture, or the only stream; its fingerprint covers all evaluation texts."""
+    if config.mixture is None and not config.evaluation_texts:
+        return streams[""]
+    hashes = frozenset[int]().union(*(text.hashes for text in evaluated.values()))
+    of_text = {
+        "held_out": _HELD_OUT_OF_EACH
+        if config.eval_dataset is None
+        else "; ".join(_prefix(name) + text.rule for name, text in evaluated.items()),
+        "held_out.hash": xxhash.xxh3_64_hexdigest(np.array(sorted(hashes), "<u8").tobytes()),
+    }
+    if config.mixture is None:
+        [only] = streams.values()
+        only.fingerprint |= of_text
+        return only
+    first = next(iter(streams.values()))
+    fingerprint = {key: first.fingerprint[key] for key in _SHARED} | of_text | {"stream": "mixture"}
+    for name, stream in streams.items():
+        own = {key: value for key, value in stream.fingerprint.items() if key not in (*_SHARED, "held_out.hash")}
+        fingerprint |= {f"{name}{SOURCE}{key}": value for key, value in own.items()}
+    limits = {source.name: source.max_epochs for source in config.mixture.sources}
+    streamed = {name: stream for name, stream in streams.items() if isinstance(stream, DocumentStream)}
+    for name, stream in streamed.items():
+        stream.max_epochs = limits[name]
+        if stream.max_epochs and config.on_exhausted == "renormalise":
+            raise UserError(
+                f"source {name}: max_epochs={limits[name]} with on_exhausted=renormalise needs text in memory, as only "
+                "its end is known to all processes; use --on_exhausted stop, or --streaming false"
+            )
+    return MixedStream(
+        streams,
+        config.mixture.schedule(first.sizes),
+        limits,
+        renormalises=config.on_exhausted == "renormalise",
+        sequence_length=first.sequence_length,
+        blocks_per_step=first.sizes,
+        fingerprint=fingerprint,
+    )

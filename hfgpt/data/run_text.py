@@ -12,8 +12,8 @@ from hfgpt.data import embedded
 from hfgpt.data.formats.given import EVALUATION, TRAINING, find_missing
 from hfgpt.data.local_files import local_files
 from hfgpt.data.position import SOURCE
-from hfgpt.data.prepare import TextData
-from hfgpt.data.prepare_mixture import prepare_data
+from hfgpt.data.prepare import prepare_data
+from hfgpt.data.prepare_text import TextData
 from hfgpt.errors import UserError, message
 from hfgpt.settings.field_types import AUTO
 from hfgpt.settings.step_sizes import StepSizes

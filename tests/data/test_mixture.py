@@ -64,7 +64,7 @@ def facts(batches):
 @pytest.fixture(scope="module", params=["memory", "documents", "both"])
 def stream(request, texts):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hfgpt.data.prepare.IN_MEMORY_BYTES", 6000)  # wiki has more
+        patch.setattr("hfgpt.data.prepare_text.IN_MEMORY_BYTES", 6000)  # wiki has more
         streaming = {"memory": False, "documents": True, "both": "auto"}[request.param]
         stream = prepare_data(mixed(texts, streaming=streaming), 8).train
     kinds = {type(source).__name__ for source in stream.sources.values()}

@@ -160,7 +160,7 @@ def test_a_copy_of_the_document_that_is_cut_at_the_border_is_left_out(tmp_path, 
 
 
 def test_the_end_of_a_large_stream_is_held_out_and_its_share_is_in_the_plan(tmp_path, monkeypatch):
-    for module in ("prepare", "held_out"):
+    for module in ("prepare_text", "held_out"):
         monkeypatch.setattr(f"hfgpt.data.{module}.IN_MEMORY_BYTES", 1000)
     documents = texts(2000)
     total = sum(map(len, documents))
@@ -192,7 +192,7 @@ def test_a_run_of_an_earlier_version_holds_out_the_whole_documents_that_it_held_
 )
 def test_text_files_are_streamed_in_pieces(tmp_path, monkeypatch, files, name):
     """Files that are one document in memory train as a stream, too."""
-    monkeypatch.setattr("hfgpt.data.prepare.IN_MEMORY_BYTES", 100_000)
+    monkeypatch.setattr("hfgpt.data.prepare_text.IN_MEMORY_BYTES", 100_000)
     monkeypatch.setattr("hfgpt.data.formats.text.DOCUMENT_CHARACTERS", 2000)
     monkeypatch.setattr("hfgpt.data.formats.spans.SPAN_BYTES", 30_000)
     whole = ""
@@ -252,7 +252,7 @@ def test_kind_of_stream_by_size_and_by_request(tmp_path, monkeypatch):
     path = write(tmp_path / "a.jsonl", texts(100))
     assert isinstance(prepare(path).train, MemoryBlocks)
     assert isinstance(prepare(path, streaming=True).train, DocumentStream)
-    monkeypatch.setattr("hfgpt.data.prepare.IN_MEMORY_BYTES", 1000)
+    monkeypatch.setattr("hfgpt.data.prepare_text.IN_MEMORY_BYTES", 1000)
     assert isinstance(prepare(path).train, DocumentStream)
     assert isinstance(prepare(path, streaming=False).train, MemoryBlocks)
 

@@ -191,15 +191,15 @@ def test_an_evaluation_is_shown(monkeypatch):
 
 @pytest.mark.parametrize("streaming", [False, True])
 def test_reading_tokenizing_and_training_a_tokenizer_are_shown(monkeypatch, capsys, config, streaming):
-    from hfgpt.data import encoding, prepare, run_tokenizer
+    from hfgpt.data import encoding, prepare_text, run_tokenizer
 
     stderr = captured(monkeypatch)
-    wait_in(monkeypatch, prepare, "hold_out", stderr, "reading the held-out text: 0:00:")
+    wait_in(monkeypatch, prepare_text, "hold_out", stderr, "reading the held-out text: 0:00:")
     wait_in(monkeypatch, run_tokenizer, "load_tokenizer", stderr, "training the tokenizer bpe-300: 0 documents, 0:00:")
     wait_in(monkeypatch, encoding, "_encode_batch", stderr, "tokenizing: 0 of ")
     monkeypatch.setattr(encoding, "fast_encoding", lambda backend: None)
     if not streaming:
-        wait_in(monkeypatch, prepare, "read_documents", stderr, "reading the text: 0 documents, 0:00:")
+        wait_in(monkeypatch, prepare_text, "read_documents", stderr, "reading the text: 0 documents, 0:00:")
     prepare_data(config(tokenizer="bpe-300", streaming=streaming), 16)
     assert capsys.readouterr().out == ""
 
